@@ -14,6 +14,7 @@ __all__ = [
     "ClusterError",
     "CollectiveMismatchError",
     "ConstraintError",
+    "CudaGraphsWarning",
     "DeviceError",
     "DroppedOutputWarning",
     "ExampleError",
@@ -100,6 +101,10 @@ class RetraceWarning(UserWarning):
 
 class PlanPerValueWarning(UserWarning):
     """Each value of a plain argument of the batch (a number, a string) makes another plan."""
+
+
+class CudaGraphsWarning(UserWarning):
+    """``HAP(..., cuda_graphs=)``: something runs without CUDA graphs."""
 
 
 class ClockWarning(UserWarning):

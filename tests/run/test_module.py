@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -250,3 +252,22 @@ def test_no_grad_runs_forward_only() -> None:
         loss = loss_of(hap(**c.batch))
     assert not loss.requires_grad
     assert len(hap._plans.entries) == 1
+
+
+@pytest.mark.parametrize("lowered", [True, False])
+def test_outputs_end_with_the_last_reference(lowered: bool) -> None:
+    """Not when circles of references are looked for: logits may be gigabytes."""
+    c = case("mlp")
+    hap = lone(c)
+    if lowered:
+        hap.run_lowered()
+    gc.collect()
+    gc.disable()
+    try:
+        output = hap(**c.batch)
+        ends = [weakref.ref(t) for t in output.values()]
+        output["loss"].backward()
+        del output
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()

@@ -14,7 +14,7 @@ default generator's state exchanged for the drawn-from one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,11 @@ class Randomness:
         self._shared.set_state(state["shared"])
         self._own.set_state(state["own"])
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The generators that instructions draw from, but in reference mode."""
+        return self._shared, self._own
+
     def generator(self, draw: Draw) -> torch.Generator:
         """The generator that an instruction draws from."""
         if self.reference:
@@ -106,6 +111,24 @@ def next_seed() -> int:
     peek = torch.Generator()
     peek.set_state(torch.default_generator.get_state())
     return int(torch.randint(2**62, (), generator=peek, device="cpu"))
+
+
+def is_drawn_by_generator(op: Any) -> bool:
+    """Whether what a random op draws comes of a generator that it is given, always but in reference mode; the host
+    looks at no value then."""
+    noise = NOISE.get(str(op))
+    return noise is not None and not noise.of_slices
+
+
+def may_draw(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an ATen op may draw random numbers: attention without dropout does not, although torch calls it random."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return not (isinstance(value, float) and value == 0.0)
+    return True
 
 
 def random_op(

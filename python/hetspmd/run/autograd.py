@@ -20,6 +20,8 @@ from hetspmd.errors import GradientError, NanError, RankFailedError
 from hetspmd.lower.local_program import LocalProgram, LocalTensor
 from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
+from hetspmd.run.capture_memory import Held
+from hetspmd.run.captured_regions import Captures
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
@@ -53,7 +55,8 @@ class Runner:
     ``loss`` is the loss's tensor id. ``outputs`` lists the positions among the program's outputs that are
     returned beside it: each tensor once. ``gather`` makes all of them whole on every rank. ``origin`` names the
     model's modules in errors. ``compile``: what ``torch.compile`` is given for the ops between communications;
-    None to leave them as they are. ``before_gradients`` is called when a backward begins.
+    None to leave them as they are. ``captures``: how the graphs run captured, if they do. ``before_gradients`` is
+    called when a backward begins.
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Runner:
         gather: bool = False,
         origin: SourceFinder | None = None,
         compile: Mapping[str, Any] | None = None,
+        captures: Captures | None = None,
     ) -> None:
-        self.origin = origin
+        self.origin, self.captures = origin, captures
         self.attendance: Attends | None = None
         self.program, self.runtime, self.loss, self.gather = program, runtime, loss, gather
         seen: dict[int, int] = {}
@@ -99,20 +103,35 @@ class Runner:
             results = _Step.apply(self, buffers, inputs, *parameters)
         else:
             with torch.no_grad():
-                results, _ = self.forward(plain(parameters), buffers, inputs)
+                stored = plain(parameters)
+                held = self.begin(stored, buffers)
+                results, _ = self.forward(stored, buffers, inputs, held)
+                if held is not None:
+                    held.release()
         loss, *outputs = results
         ids = [self.program.outputs[i].tensor for i in self.outputs]
         return (None if self.loss is None else loss), dict(zip(ids, outputs, strict=True))
+
+    def begin(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Held | None:
+        """The captured step that begins; None where it runs as it is."""
+        if self.captures is None or (self.origin is not None and anomaly.is_looked_for()):
+            return None
+        return self.captures.begin(self.program.forward, parameters, buffers)
 
     def forward(
         self,
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        held: Held | None = None,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
-        """``((loss, *outputs), saved)``; buffers are updated, and parameters that the model itself writes to."""
+        """``((loss, *outputs), saved)``; buffers are updated, and parameters that the model itself writes to.
+
+        ``held``: the step that :meth:`begin` has begun with these tensors."""
+        if held is not None:
+            inputs = held.inputs(inputs)
         tensors = (*parameters, *buffers, *inputs)
-        graph = self._running(self.program.forward)
+        graph = self._running(self.program.forward, held)
         with self._named(graph):
             loss, outputs, updates, saved = graph(self.runtime, *tensors)
         loss = self._shared_loss(loss)
@@ -123,6 +142,8 @@ class Runner:
             results.append(value.clone() if _storage(value) in foreign else value)
         if loss is not None and _storage(loss) in foreign:
             results[0] = loss.clone()
+        if held is not None:
+            results = held.copies(results)
         if updates:
             of = self.program
             targets = [buffers[i] for i in of.updated] + [parameters[i].data for i in of.written]
@@ -166,10 +187,12 @@ class Runner:
             value = collectives.start_all_gather(self.runtime, value, dim, layout.extents).wait()
         return self.runtime.share(value)
 
-    def _running(self, graph: fx.GraphModule) -> fx.GraphModule:
-        """What runs for a local graph: if torch is asked to find NaN, the copy of it that does; compiled, if it
-        is to be (a copy that is recorded is not); itself."""
+    def _running(self, graph: fx.GraphModule, held: Held | None = None) -> fx.GraphModule:
+        """What runs for a local graph: if torch is asked to find NaN, the copy of it that does; compiled, or
+        captured in a step that is held, if it is to be (a copy that is recorded is not); itself."""
         if self.origin is None or not anomaly.is_looked_for():
+            if self.captures is not None:
+                return self.captures.graph(graph, held)
             return self._compiled.get(graph, graph)
         entry = self._copies.get(id(graph))
         if entry is None or entry[0] is not graph:
@@ -196,6 +219,8 @@ class Runner:
             with without_autocast(self.program.device.type):
                 yield
         except Exception as error:
+            if self.captures is not None:
+                graph = self.captures.innermost(error, graph)
             place = None if self.origin is None else self.origin.of_error(error, graph)
             if isinstance(error, RankFailedError):
                 error.where = error.where or str(place or f"the {type(graph).__name__.lower()} of the step")
@@ -205,16 +230,20 @@ class Runner:
                 (self.runtime.everyone or self.runtime.communicator).report(error)
             raise
 
-    def backward(self, tangent: torch.Tensor, saved: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    def backward(
+        self, tangent: torch.Tensor, saved: list[torch.Tensor | None], held: Held | None = None
+    ) -> list[torch.Tensor]:
         """The gradients of ``program.differentiable``; no two overlap (those of a bucket lie side by side in one
-        storage). Empties ``saved``."""
+        storage). Empties ``saved``. ``held`` is the step that has saved them, where it runs captured."""
         assert self.program.backward is not None
         if self.before_gradients is not None:
             self.before_gradients()
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
-        graph = self._running(self.program.backward)
+        graph = self._running(self.program.backward, held)
         with self._named(graph):
             values = graph(self.runtime, tangent, saved)
+        if held is not None:
+            values = held.copies(values)
         gradients: list[torch.Tensor] = []
         parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for gradient in values:
@@ -253,8 +282,9 @@ class _Step(torch.autograd.Function):
         *shards: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         parameters = plain(shards)
-        results, saved = runner.forward(parameters, buffers, inputs)
-        ctx.runner = runner
+        held = runner.begin(parameters, buffers)
+        results, saved = runner.forward(parameters, buffers, inputs, held)
+        ctx.runner, ctx.held = runner, held
         ctx.step = 0 if runner.attendance is None else runner.attendance.step
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -294,9 +324,12 @@ class _Step(torch.autograd.Function):
             runner.attendance.backward(ctx.step)
         checked = iter(ctx.saved_tensors)
         saved = [next(checked) if t is None else t for t in ctx.box]
-        if not graph_is_kept():
+        held: Held | None = ctx.held
+        if not (kept := graph_is_kept()):
             ctx.box = None
-        gradients = runner.backward(tangent, saved)
+        gradients = runner.backward(tangent, saved, held)
+        if held is not None and not kept:
+            held.release()
         for index, gradient in zip(runner.program.differentiable, gradients, strict=True):
             if ctx.needs_input_grad[3 + index]:
                 none[3 + index] = gradient

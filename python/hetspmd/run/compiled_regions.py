@@ -1,8 +1,7 @@
 """``HAP(..., compile=True)``: what lies between two communications of a local graph goes through ``torch.compile``.
 
-A *stretch* is a run of consecutive ATen ops. It becomes a graph of its own, which ``torch.compile`` sees whole;
-collectives, random numbers and calls that are no ATen ops stay between, in their order, which is the same on every
-rank. Tensors that were saved for the backward are taken where the stretch that reads them begins.
+A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, and ``torch.compile`` sees it whole; collectives,
+random numbers and calls that are no ATen ops stay between.
 
 Stretches compile when they first run. That may take longer than other ranks wait, so they are told
 (:meth:`~hetspmd.dist.communicator.Communicator.busy`).
@@ -10,7 +9,6 @@ Stretches compile when they first run. That may take longer than other ranks wai
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,11 +17,8 @@ import torch
 from torch import fx, nn
 
 from hetspmd.errors import ExampleError
-from hetspmd.lower.emit import item, take_saved
+from hetspmd.run.stretches import cut
 from hetspmd.trace.compat.tensors import is_op
-
-FEWEST_OPS = 2
-"""Ops of the shortest stretch: one alone cannot be fused with another."""
 
 Busy = Callable[[], AbstractContextManager[None]]
 
@@ -40,7 +35,8 @@ def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 def in_stretches(module: fx.GraphModule, options: Mapping[str, Any], busy: Busy) -> fx.GraphModule:
     """A copy of a local graph that runs its stretches compiled; ``busy`` surrounds a stretch's first run."""
-    return _Cut(module, options, busy).copied()
+    name = f"Compiled{type(module).__name__}"
+    return cut(module, name, _compiles, lambda stretch: _Stretch(stretch, options, busy))
 
 
 class _Stretch(nn.Module):
@@ -58,59 +54,5 @@ class _Stretch(nn.Module):
         return outputs
 
 
-class _Cut:
-    def __init__(self, module: fx.GraphModule, options: Mapping[str, Any], busy: Busy) -> None:
-        self._module, self._options, self._busy = module, options, busy
-        self._graph = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}
-        self._attributes: dict[str, Any] = {}
-        self._stretch: list[fx.Node] = []
-
-    def copied(self) -> fx.GraphModule:
-        for node in self._module.graph.nodes:
-            if _compiles(node):
-                self._stretch.append(node)
-                continue
-            if node.op not in ("placeholder", "get_attr") and node.target is not take_saved:
-                self._end()
-            elif node.op == "get_attr":
-                self._attributes[str(node.target)] = getattr(self._module, str(node.target))
-            self._copy(node)
-        self._graph.lint()
-        return fx.GraphModule(self._attributes, self._graph, f"Compiled{type(self._module).__name__}")
-
-    def _copy(self, node: fx.Node) -> None:
-        self._values[node] = self._graph.node_copy(node, self._values.__getitem__)
-
-    def _end(self) -> None:
-        """Write the stretch that has been read."""
-        nodes, self._stretch = self._stretch, []
-        if sum(is_op(node.target) for node in nodes) < FEWEST_OPS:
-            for node in nodes:
-                self._copy(node)
-            return
-        inside = set(nodes)
-        inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-        results = [node for node in nodes if any(user not in inside for user in node.users)]
-        graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in inputs:
-            values[node] = graph.placeholder(node.name)
-        for node in nodes:
-            values[node] = graph.node_copy(node, values.__getitem__)
-        graph.output(tuple(values[node] for node in results))
-        name = f"stretch_{sum(key.startswith('stretch_') for key in self._attributes)}"
-        body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
-        self._attributes[name] = _Stretch(body, self._options, self._busy)
-        call = self._graph.create_node(
-            "call_module", name, tuple(self._values[n] for n in inputs), name=f"{nodes[0].name}_stretch"
-        )
-        for index, node in enumerate(results):
-            self._values[node] = self._graph.create_node(
-                "call_function", operator.getitem, (call, index), name=node.name
-            )
-
-
 def _compiles(node: fx.Node) -> bool:
-    if node.target is item:
-        return True
     return is_op(node.target) and torch.Tag.nondeterministic_seeded not in node.target.tags

@@ -15,13 +15,15 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.random import Randomness, next_seed
-from hetspmd.errors import ExampleError, ShardError
+from hetspmd.errors import ShardError
 from hetspmd.lower import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.anomaly import is_looked_for
 from hetspmd.run.asking import no_step
 from hetspmd.run.attendance import Attendance, meet_ranks
 from hetspmd.run.calling import TorchMode
+from hetspmd.run.capture_report import ReportsCaptures
+from hetspmd.run.capturing import Capturing
 from hetspmd.run.compiled_regions import compile_options
 from hetspmd.run.entry import Entry
 from hetspmd.run.forwarding import forwards
@@ -45,7 +47,7 @@ from hetspmd.run.taking_part import TakesPart
 from hetspmd.run.transforms import refuse_transforms
 from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
-from hetspmd.run.wrappers import refuse_wrapper
+from hetspmd.run.wrappers import RefusesWrappers
 from hetspmd.trace.admissible import check_model as check_admissible
 from hetspmd.trace.compat.trees import unflatten
 from hetspmd.trace.containers import MissingClassError
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from hetspmd.trace.losses import Loss
 
 
-class HAP(TakesPart, WholeStates):
+class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
     """A single-device model as one rank of an SPMD program.
 
     ``hap(*args, **kwargs)`` is called as the model is called, with the same global batch on every rank (or with
@@ -98,6 +100,9 @@ class HAP(TakesPart, WholeStates):
             seconds. Compiling does not count.
         compile: Run the ops between two communications through ``torch.compile``; a dict holds its options.
             Predictions and recordings are of the ops as they are.
+        cuda_graphs: Capture the ops between two communications in CUDA graphs: ``True``, or ``"auto"`` where that
+            is possible (docs/training.md, *CUDA graphs*). Off by default: it has not been tried on a GPU.
+            :meth:`cuda_graphs_report` says what is captured.
         check_plan: Trace the model again at the first step, on rank 0, and compare the trace with ``plan``,
             which may have been made from an older version of the code.
         batch: ``"whole"``: every rank is given the same global batch. ``"own"``: each is given the batches of
@@ -136,8 +141,7 @@ class HAP(TakesPart, WholeStates):
         communicator = self._everyone = joined(run.process_group, self.cluster.ranks, run.timeout)
         self.device = device_for(model, run.device)
         self.module = model
-        self.gather_outputs = run.gather_outputs
-        self.gather_state = run.gather_state
+        self.gather_outputs, self.gather_state = run.gather_outputs, run.gather_state
         setting = Setting(
             model=model,
             cluster=self.cluster,
@@ -145,6 +149,7 @@ class HAP(TakesPart, WholeStates):
             communicator=communicator,
             gather_outputs=run.gather_outputs,
             compile_options=compiled_with,
+            capturing=Capturing.of(run.cuda_graphs, self.device, compiled=compiled_with is not None),
             options=compilation,
         )
         first = first_plan(setting, plan, example)
@@ -338,19 +343,6 @@ class HAP(TakesPart, WholeStates):
     def run_lowered(self) -> None:
         """Run the local graphs from now on, also where the model itself would run: to verify or measure them."""
         self._lowered = True
-
-    def compile(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: ``HAP(..., compile=True)`` compiles what lies between communications."""
-        raise ExampleError("a HAP module is compiled by HAP(model, cluster, example=batch, compile=True)")
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """What FSDP sets on the modules that it wraps."""
-        return False
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, _value: bool) -> None:
-        refuse_wrapper("FSDP")
 
     def parameter_shards(self) -> dict[str, LocalTensor]:
         """Name of each parameter (tied names included) to its whole shape and what this rank holds of it."""

@@ -18,6 +18,7 @@ from hetspmd.lower import LocalProgram, LocalTensor
 from hetspmd.run.autograd import Runner
 from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import TorchMode, calling_text, changing, parted
+from hetspmd.run.captured_regions import Captures
 from hetspmd.run.entry import Entry
 from hetspmd.run.guard import expected, match, refuse_own_rows
 from hetspmd.run.host_guard import Guard
@@ -191,6 +192,10 @@ class PlanCache:
 
     def _entry(self, plan: Plan, program: LocalProgram, *, from_plan: bool = False) -> Entry:
         graph, setting = plan.graph, self.setting
+        capturing = setting.capturing
+        captures = None
+        if capturing.capturer is not None and plan.micro_batches == 1 and not self._runtime.idle:
+            captures = Captures(program, self._runtime, capturing.capturer, capturing.reasons)
         runner = Runner(
             program,
             self._runtime,
@@ -198,10 +203,11 @@ class PlanCache:
             gather=setting.gather_outputs,
             origin=SourceFinder(graph, setting.model),
             compile=setting.compile_options,
+            captures=captures,
         )
         names = [p.name for p in graph.parameters]
         parameters = [slot(setting.model, name) for name in names]
-        lowered = self._runtime.idle or setting.compile_options is not None
+        lowered = self._runtime.idle or setting.compile_options is not None or captures is not None
         mode = (*setting.mode(self.host.structure())[:2], graph.autocast, self.host.structure())
         output_spec = spec_from_text(graph.output_spec)
         served = Served()

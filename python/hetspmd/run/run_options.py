@@ -12,6 +12,8 @@ import torch.distributed as dist
 from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import OptionError
 from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
+from hetspmd.run.capturer import Capturer
+from hetspmd.run.capturing import CudaGraphs
 
 
 class HapKeywords(CompileKeywords, total=False):
@@ -26,6 +28,7 @@ class HapKeywords(CompileKeywords, total=False):
     check_plan: bool
     timeout: float
     compile: bool | Mapping[str, Any]
+    cuda_graphs: CudaGraphs
     batch: Literal["whole", "own"]
 
 
@@ -42,6 +45,7 @@ class RunOptions:
     check_plan: bool = True
     timeout: float = 600.0
     compile: bool | Mapping[str, Any] = False
+    cuda_graphs: CudaGraphs = False
     batch: Literal["whole", "own"] = "whole"
 
     def __post_init__(self) -> None:
@@ -50,6 +54,8 @@ class RunOptions:
                 "batch is 'whole' (every rank is given the whole batch) or 'own' (its own rows, by "
                 f"hetspmd.loader), not {self.batch!r}"
             )
+        if not (isinstance(self.cuda_graphs, bool | Capturer) or self.cuda_graphs == "auto"):
+            raise OptionError(f"cuda_graphs is True, False or 'auto', not {self.cuda_graphs!r}")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], named: Iterable[str]) -> tuple[Self, CompileOptions]:

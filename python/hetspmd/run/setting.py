@@ -14,6 +14,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.lower import LocalProgram, lower_plan
 from hetspmd.optimize.compile_options import CompileOptions
+from hetspmd.run.capturing import Capturing
 from hetspmd.trace.autocast import autocast_state, without_autocast
 from hetspmd.trace.graph import Graph
 
@@ -31,7 +32,7 @@ class Setting:
     """What a HAP module was given: everything that its plans have in common.
 
     ``communicator`` joins all ranks, idle ones too. ``options`` are those of its compilations,
-    ``compile_options`` go to ``torch.compile`` (None: ops run as they are).
+    ``compile_options`` go to ``torch.compile`` (None: ops run as they are). ``capturing`` says what captures steps.
     """
 
     model: nn.Module
@@ -40,6 +41,7 @@ class Setting:
     communicator: Communicator
     gather_outputs: bool
     compile_options: Mapping[str, Any] | None
+    capturing: Capturing
     options: CompileOptions
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hetspmd.errors import ShardError
+from hetspmd.errors import ExampleError, ShardError
 from hetspmd.run.parameter_registry import living, places
 from hetspmd.run.shards import marked
 
@@ -55,6 +55,23 @@ def refuse_wrapper(wrapper: str) -> NoReturn:
         "init_process_group(...) and before Accelerator(), TrainingArguments(...) or lightning.Trainer(...): each "
         "rank then runs them as one device does; docs/training.md has the whole of it"
     )
+
+
+class RefusesWrappers(nn.Module):
+    """The part of :class:`hetspmd.run.module.HAP` that refuses what other wrappers do with it."""
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: ``HAP(..., compile=True)`` compiles what lies between communications."""
+        raise ExampleError("a HAP module is compiled by HAP(model, cluster, example=batch, compile=True)")
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """What FSDP sets on the modules that it wraps."""
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _value: bool) -> None:
+        refuse_wrapper("FSDP")
 
 
 def _looking(make: Callable[..., None], name: str) -> Callable[..., None]:

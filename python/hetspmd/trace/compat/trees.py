@@ -11,13 +11,28 @@ from hetspmd.errors import PlanError
 from hetspmd.trace.containers import ApartContainer, unwrap, wrap
 
 
+class _Below:
+    """Whether something is not ``root``. It is forgotten when that is known: torch's function that asks refers to
+    itself, and would hold a step's outputs until such circles are looked for."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def __call__(self, value: Any) -> bool:
+        return value is not self.root
+
+
 def _is_container(value: Any) -> bool:
     """Whether torch takes an object apart: a container, a registered class, or a named tuple."""
-    return not pytree.tree_flatten(value, is_leaf=lambda v: v is not value)[1].is_leaf()
+    return not _children(value)[1].is_leaf()
 
 
 def _children(value: Any) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    below = _Below(value)
+    try:
+        return pytree.tree_flatten(value, is_leaf=below)
+    finally:
+        below.root = None
 
 
 def _rebuilt(parts: list[Any], spec: Any) -> Any:

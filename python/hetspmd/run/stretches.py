@@ -1,0 +1,97 @@
+"""Local graphs cut into *stretches*: what lies between two communications, as a graph of its own.
+
+A stretch is a run of consecutive calls that are taken; whatever else is called stays between, in its order, which
+is the same on every rank. Tensors that were saved for the backward are taken where the stretch that reads them
+begins.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from hetspmd.lower.emit import item, take_saved
+from hetspmd.trace.compat.tensors import is_op
+
+FEWEST_CALLS = 2
+"""Calls of the shortest stretch that compute something: nothing is saved by one alone."""
+
+Taken = Callable[[fx.Node], bool]
+"""Whether a stretch takes a call."""
+Make = Callable[[fx.GraphModule], nn.Module]
+"""What stands for a stretch, made of its graph: it is given what that is given, and returns a tuple."""
+
+
+def cut(module: fx.GraphModule, name: str, taken: Taken, make: Make) -> fx.GraphModule:
+    """A copy of a local graph, of a class called ``name``, whose stretches are what ``make`` makes of them.
+
+    What a call with several results gives (:func:`~hetspmd.lower.emit.item`) is of the stretch that has the call.
+    """
+    return _Cut(module, name, taken, make).copied()
+
+
+class _Cut:
+    def __init__(self, module: fx.GraphModule, name: str, taken: Taken, make: Make) -> None:
+        self._module, self._name, self._taken, self._make = module, name, taken, make
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._attributes: dict[str, Any] = {}
+        self._stretch: dict[fx.Node, None] = {}
+
+    def copied(self) -> fx.GraphModule:
+        for node in self._module.graph.nodes:
+            if node.target is item:
+                if node.args[0] in self._stretch:
+                    self._stretch[node] = None
+                    continue
+            elif self._taken(node):
+                self._stretch[node] = None
+                continue
+            elif node.op not in ("placeholder", "get_attr") and node.target is not take_saved:
+                self._end()
+            elif node.op == "get_attr":
+                self._attributes[str(node.target)] = getattr(self._module, str(node.target))
+            self._copy(node)
+        self._graph.lint()
+        return fx.GraphModule(self._attributes, self._graph, self._name)
+
+    def _copy(self, node: fx.Node) -> None:
+        self._values[node] = self._graph.node_copy(node, self._values.__getitem__)
+
+    def _end(self) -> None:
+        """Write the stretch that has been read."""
+        nodes, self._stretch = list(self._stretch), {}
+        if sum(map(_computes, nodes)) < FEWEST_CALLS:
+            for node in nodes:
+                self._copy(node)
+            return
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+        results = [node for node in nodes if any(user not in inside for user in node.users)]
+        graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in inputs:
+            values[node] = graph.placeholder(node.name)
+        for node in nodes:
+            values[node] = graph.node_copy(node, values.__getitem__)
+        graph.output(tuple(values[node] for node in results))
+        name = f"stretch_{sum(key.startswith('stretch_') for key in self._attributes)}"
+        body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
+        self._attributes[name] = self._make(body)
+        call = self._graph.create_node(
+            "call_module", name, tuple(self._values[n] for n in inputs), name=f"{nodes[0].name}_stretch"
+        )
+        for index, node in enumerate(results):
+            self._values[node] = self._graph.create_node(
+                "call_function", operator.getitem, (call, index), name=node.name
+            )
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a call does more than to show memory as another tensor."""
+    if not is_op(node.target):
+        return node.target is not item
+    returns = node.target._schema.returns
+    return any(r.alias_info is None or r.alias_info.is_write for r in returns)
