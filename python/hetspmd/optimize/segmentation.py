@@ -81,6 +81,8 @@ def in_segments(
         starts = _starts(ctx, one.best.ratios, apart, cut.axes.segments)
         other = synthesize_on(inside, active, starts, below if segments == "auto" else math.inf)
         if other is None:
+            if segments == "auto":
+                break
             continue
         ways[count] = among(other.considered, f"{cut.axes.segments} segments")
         if segments == "auto" and other.best.seconds > best.best.seconds * (

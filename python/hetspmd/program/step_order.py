@@ -27,9 +27,12 @@ from hetspmd.trace.graph import Graph
 
 
 class Order:
-    """The order of one local graph. Steps are places in the program; ``values`` has what each step reads and writes,
-    ``provider[i]`` the steps that step i reads, ``members`` those of this graph, ascending. ``prefetch_distance``: how
-    many groups of prefetched collectives are on their way ahead. ``places`` is the order."""
+    """The order of one local graph.
+
+    Steps are places in the program; ``values`` has what each step reads and writes, ``provider[i]`` the steps that
+    step i reads, ``members`` those of this graph, ascending. ``prefetch_distance``: how many groups of prefetched
+    collectives are on their way ahead. ``places`` is the order.
+    """
 
     def __init__(
         self,
