@@ -16,7 +16,6 @@ The best pair wins, so a plan is never worse than with one segment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -59,8 +58,6 @@ def in_segments(
             )
         if gained < thresholds.segments_gain:
             return ctx, one
-    # What hides communication does so with one segment as well: the rounds must tell the gain.
-    below = _additive(one, active) * (1 - thresholds.more_segments_gain)
     synthesis, best = ctx, one
     taken = 1
     ways = {1: one.considered}
@@ -79,9 +76,10 @@ def in_segments(
             cut = segmented(theory, places)
         inside = replace(ctx, theory=cut, constraints=constraints(cut))
         starts = _starts(ctx, one.best.ratios, apart, cut.axes.segments)
-        other = synthesize_on(inside, active, starts, below if segments == "auto" else math.inf)
+        # What hides communication does so with one segment as well: the rounds must tell the gain.
+        other = synthesize_on(inside, active, starts, one.rounds if segments == "auto" else None)
         if other is None:
-            if segments == "auto":
+            if segments == "auto" and one.rounds is not None:
                 break
             continue
         ways[count] = among(other.considered, f"{cut.axes.segments} segments")
@@ -95,12 +93,6 @@ def in_segments(
         best = replace(best, baselines={**one.baselines, "one_segment": one.best.seconds})
     considered = one_taken(((way, count == taken) for count, way in ways.items()), best.best)
     return synthesis, replace(best, considered=considered)
-
-
-def _additive(outcome: Outcome, active: tuple[int, ...]) -> float:
-    """The fewest seconds of the stage model of any candidate on these devices that fits."""
-    candidates = [c for c in (outcome.best, *outcome.candidates) if c.active == active]
-    return next(c for c in sorted(candidates, key=lambda c: c.stages.seconds) if c.fits).stages.seconds
 
 
 def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:

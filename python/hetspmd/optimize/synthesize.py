@@ -14,9 +14,9 @@ better than the best so far is left out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -37,6 +37,25 @@ from hetspmd.search import constraints as known
 from hetspmd.search.memory_limits import capacities
 
 
+class RoundSeconds(NamedTuple):
+    """The fewest seconds of a step that rounds of search and ratios came to, in the stage model and simulated."""
+
+    stages: float
+    simulated: float
+
+    @classmethod
+    def of(cls, rounds: Rounds) -> Self | None:
+        """Those of rounds; None where memory decided: what other candidates come to then says more."""
+        candidates = rounds.candidates
+        if rounds.replaced or not candidates:
+            return None
+        return cls(min(c.stages.seconds for c in candidates), min(c.seconds for c in candidates))
+
+    def gains(self, before: Self, part: float) -> bool:
+        """Whether one of them is less by this part than before."""
+        return any(now < was * (1 - part) for now, was in zip(self, before, strict=True))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a synthesis gave.
@@ -47,6 +66,7 @@ class Outcome:
     over_memory  the baselines that do not fit the devices' memory
     considered   all candidates, each with why it was not taken
     candidates   the same, but for devices that were left out, as they are
+    rounds       seconds that the rounds on the best candidate's devices came to; None where memory decided
     """
 
     best: Candidate
@@ -55,6 +75,7 @@ class Outcome:
     over_memory: tuple[str, ...] = ()
     considered: tuple[Considered, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    rounds: RoundSeconds | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,7 @@ class _Subset:
 
     costs: CostModel
     best: Candidate
-    iterations: list[Iteration]
+    rounds: Rounds
 
 
 def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None) -> Outcome:
@@ -88,7 +109,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     seconds = {name: candidate.seconds for name, candidate in kinds.items()}
     over = [name for name, candidate in kinds.items() if not candidate.fits]
     seconds["fastest_device_alone"] = float(min(costs.alone()))
-    winners = [] if best is None else [_Subset(costs, best, rounds.iterations)]
+    winners = [] if best is None else [_Subset(costs, best, rounds)]
     lacking, left_out, replaced = rounds.lacking, list[LeftOut](), list(rounds.replaced)
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
@@ -109,22 +130,23 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
             over.append("fastest_device_alone")
         better = best_of(ctx, candidates)
         if better is not None:
-            winners.append(_Subset(part, better, rounds.iterations))
+            winners.append(_Subset(part, better, rounds))
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
         raise _none_fits(lacking)
     stored = [_with_storage(ctx, subset, best, tried) for subset in winners]
     best = best_of(ctx, stored) or best
-    iterations = next(s.iterations for s, c in zip(winners, stored, strict=True) if c is best)
+    own = next(s.rounds for s, c in zip(winners, stored, strict=True) if c is best)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
     return Outcome(
         best=certified(ctx, best),
         baselines=seconds,
-        iterations=tuple(iterations),
+        iterations=tuple(own.iterations),
         over_memory=tuple(over),
         considered=verdicts(ctx, [*tried, *replaced], best, left_out),
         candidates=tuple(tried),
+        rounds=RoundSeconds.of(own),
     )
 
 
@@ -132,25 +154,29 @@ def synthesize_on(
     ctx: Synthesis,
     active: tuple[int, ...],
     starts: Sequence[tuple[str, Matrix]],
-    below: float = math.inf,
+    before: RoundSeconds | None = None,
 ) -> Outcome | None:
     """The best candidate from these starts on the devices ``active``, without baselines; None if none found fits,
-    or if the rounds from the starts end in no candidate with fewer seconds ``below`` in the stage model."""
+    or if the rounds from the starts gain nothing on those ``before`` and memory decided in neither."""
     costs = ctx.costs(active)
     rounds = alternate(ctx, costs, active, starts)
     tried = list(rounds.candidates)
     best = best_of(ctx, tried)
-    if best is None or all(candidate.stages.seconds >= below for candidate in tried):
+    own = RoundSeconds.of(rounds)
+    if best is None:
+        return None
+    if own is not None and before is not None and not own.gains(before, ctx.thresholds.more_segments_gain):
         return None
     more = overlap_variants(ctx, costs, active, best, rounds)
     tried += more
     best = best_of(ctx, [best, *more]) or best
-    best = _with_storage(ctx, _Subset(costs, best, rounds.iterations), best, tried)
+    best = _with_storage(ctx, _Subset(costs, best, rounds), best, tried)
     return Outcome(
         best=certified(ctx, best),
         baselines={},
         iterations=tuple(rounds.iterations),
         considered=verdicts(ctx, tried, best),
+        rounds=own,
     )
 
 

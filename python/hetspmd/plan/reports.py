@@ -52,7 +52,7 @@ class Iteration:
         index: The number of the step.
         ratios: For each segment the share of each active device.
         search_seconds: The program's cost in the search, in seconds.
-        step_seconds: The program's simulated step, in seconds.
+        step_seconds: The program's step in the stage model, in seconds.
     """
 
     start: str
