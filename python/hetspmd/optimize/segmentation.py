@@ -8,8 +8,9 @@ HAP leaves their number to the user. Here cost decides:
 2. Else the graph is cut into 2, 4, 8 segments (:mod:`hetspmd.optimize.partition`), those of these numbers that
    could gain as much by the same linear program. Each cut graph has a theory of its own, in which a tensor's copy
    for another segment may have other lengths for the price of an all-to-all. Search and ratios alternate from the
-   ratios of one segment, at which cuts are free, and from those of the linear program. More segments are tried
-   while the simulated step gets shorter.
+   ratios of one segment, at which cuts are free, and from those of the linear program. Where these rounds come to
+   no fewer seconds than those of one segment, and all that they found fits the memory, that is the end: what hides
+   communication does so with one segment as well. More segments are tried while the simulated step gets shorter.
 
 The best pair wins, so a plan is never worse than with one segment.
 """
