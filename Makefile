@@ -22,6 +22,8 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml
 PYTHON_CODE := python tests examples benches docs/api
 # Test processes; each holds its own torch, so more than eight gain little.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+# What one run has compiled of the tests, the next need not compile again.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) -q
 # One thread per process: the tests and the workers of the demo share the cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -49,17 +51,17 @@ test-rust: setup
 	cargo test --workspace --locked --quiet
 
 test-python: setup
-	$(BIN)/python -m pytest -n $(JOBS) -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 $(LIBRARIES): $(DEPENDENCIES)
 	@scripts/setup.sh libraries $(VENV)
 	@touch $@
 
 test-slow: setup $(LIBRARIES)
-	$(BIN)/python -m pytest -n $(JOBS) -q -m slow
+	$(PYTEST) -m slow
 
 test-all-cases: setup $(LIBRARIES)
-	$(BIN)/python -m pytest -n $(JOBS) -q -m slow --all-cases
+	$(PYTEST) -m slow --all-cases
 
 lint: setup
 	$(BIN)/ruff check $(PYTHON_CODE)

@@ -1,4 +1,4 @@
-"""Steps that read modules and parameters outside of the model, on four ranks and on one device."""
+"""Steps that read modules and parameters outside of the model, on three ranks and on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.module import HAP
 
 X = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))
-RANKS = 4
+RANKS = 3
 
 
 def student() -> nn.Module:
@@ -57,7 +57,7 @@ def steps(call: Callable[..., torch.Tensor], parameters: Iterable[Any], step: St
 
 
 def both(make: Callable[[], Step], count: int = 4, **options: Any) -> tuple[Losses, list[Losses]]:
-    """What one device does and what four ranks do, each with what ``make`` gives."""
+    """What one device does and what three ranks do, each with what ``make`` gives."""
 
     def made() -> Step:
         torch.manual_seed(1)
@@ -69,7 +69,7 @@ def both(make: Callable[[], Step], count: int = 4, **options: Any) -> tuple[Loss
         mine = each[communicator.rank]
         hap = HAP(
             mine.model,
-            cluster(4, 2, 1, 1),
+            cluster(4, 2, 1),
             example=(X,),
             loss=mine.loss,
             process_group=communicator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import hetspmd.rules.ops  # noqa: F401  # registers the rules
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.trace import trace
 
 
@@ -105,8 +107,20 @@ class Case:
 
 
 def case(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Case:
-    """The model called ``name`` with its batch."""
+    """The model called ``name`` with its batch, both made anew, and the theory, which is made once."""
+    theory = _theory(name, dtype, tuple(options.items()), autocast_state("cpu"))
+    return Case(*_made(name, dtype, options), theory)
+
+
+@cache
+def _theory(name: str, dtype: torch.dtype, options: tuple[tuple[str, Any], ...], _autocast: Any) -> Theory:
+    model, batch = _made(name, dtype, dict(options))
+    return derive(trace(model, (), batch))
+
+
+def _made(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
+    model: nn.Module
     batch: dict[str, Any]
     if name == "mlp":
         labels = torch.tensor([0, 1, -100, 3, 4, -100, 2, 2, 1])
@@ -121,4 +135,4 @@ def case(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Case:
         batch = {"ids": torch.randint(0, 11, (4, 5)), "labels": torch.randint(0, 11, (4, 5))}
     model = model.to(dtype)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    return Case(model, batch, derive(trace(model, (), batch)))
+    return model, batch

@@ -22,6 +22,7 @@ from hetspmd.dist.doings import step_of
 from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
+from hetspmd.run.instances import instances
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.outside_parameters import refuse_untrained
 from hetspmd.run.parameter_registry import ParameterPlace, living, optimizer_parameters, places
@@ -221,15 +222,19 @@ def _class_of(value: Any) -> Any:
 
 def _wrappers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Optimizers that hold this one and step it (SAM, Lookahead), though not those that pass calls on."""
-    holders = [r for r in gc.get_referrers(optimizer) if r is not _CHECKED]
-    dicts = [h for h in holders if type(h) is dict and "__builtins__" not in h]
-    optimizers = [h for h in holders if isinstance(h, torch.optim.Optimizer)]
-    if dicts:
-        optimizers += [
-            o
-            for o in gc.get_referrers(*dicts)
-            if isinstance(o, torch.optim.Optimizer) and any(vars(o) is d for d in dicts)
-        ]
-    for one in {id(o): o for o in optimizers if o is not optimizer}.values():
-        if type(one).__module__.split(".")[0] not in PASSING:
+    kinds = _holding_kinds()
+    for one in instances(*kinds) if kinds else ():
+        if one is not optimizer and any(held is optimizer for held in gc.get_referents(one, vars(one))):
             yield one
+
+
+def _holding_kinds() -> list[type]:
+    """The classes whose optimizers may hold another one: torch's own hold none, and PASSING need no look."""
+    news, found = [torch.optim.Optimizer], []
+    while news:
+        for kind in type.__subclasses__(news.pop()):
+            news.append(kind)
+            package, _, part = kind.__module__.partition(".")
+            if package not in PASSING and (package, part.partition(".")[0]) != ("torch", "optim"):
+                found.append(kind)
+    return found
