@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import hetspmd
+import hetspmd.optimize.synthesize as synthesize
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ConstraintError, PlanError
@@ -120,6 +121,34 @@ def test_one_segment_where_a_cut_costs_more_than_it_gains() -> None:
     plan, one = compiled("auto", "1MB/s"), compiled(1, "1MB/s")
     assert len(plan.ratios) == 1
     assert plan.to_json() == one.to_json()
+
+
+def test_rounds_that_gain_nothing_end_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts that are dear, though free ones would gain, are searched in rounds alone; where these gain, or a number
+    is asked for, all else is tried with them, too."""
+    tried: dict[str, set[int]] = {"alternate": set(), "overlap_variants": set()}
+
+    def watch(name: str) -> None:
+        usual = getattr(synthesize, name)
+
+        def watched(ctx: Any, *rest: Any) -> Any:
+            tried[name].add(ctx.theory.axes.segments)
+            return usual(ctx, *rest)
+
+        monkeypatch.setattr(synthesize, name, watched)
+
+    for name in tried:
+        watch(name)
+    for bandwidth, segments, rounds, all_else in (
+        ("50MB/s", "auto", {1, 2}, {1}),
+        ("50MB/s", 2, {1, 2}, {1, 2}),
+        ("1GB/s", "auto", {1, 2, 4}, {1, 2, 4}),
+    ):
+        for seen in tried.values():
+            seen.clear()
+        plan = compiled.__wrapped__(segments, bandwidth)
+        assert len(plan.active) == 3
+        assert (tried["alternate"], tried["overlap_variants"]) == (rounds, all_else), (bandwidth, segments)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.slow if s else ()) for s in range(4)])

@@ -85,3 +85,30 @@ def test_neighbours_share_a_group(most: int) -> None:
     assert len(groups) == min(most, 12)
     if most == 100:
         assert [group[0] for group in groups] == [1, 3, 5, 7, 9, 11, 0, 2, 4, 6, 8, 10]
+
+
+def test_nothing_is_tried_twice_and_gathers_are_moved_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storages: list[Any] = []
+    searched: list[object] = []
+    usual = storage._Storage
+
+    class Watched(usual):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            storages.append(self)
+
+        def _searched(self, forms: Any) -> Any:
+            searched.append((id(self), frozenset(forms.items())))
+            return super()._searched(forms)
+
+    monkeypatch.setattr(storage, "_Storage", Watched)
+    plan = compiled("vit", on(1e7, 2, 1))
+    assert sharded(plan)
+    assert len(searched) == len(set(searched)), "one search for each choice of storage"
+    for one in storages:
+        tried = [(c.program, c.evaluator.prefetch_distance) for c in one.tried]
+        assert len(one.seen) >= len(tried) > len(one.results)
+        assert len({distance for _, distance in one.seen}) > 2
+        assert one.best.seconds == min(c.seconds for c in (one.first, *one.tried) if c.fits)

@@ -18,7 +18,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.cluster.devices import Device, Network
 from hetspmd.cost.model import CostModel
-from hetspmd.errors import SearchError
+from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, shard
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import lengths_for
@@ -30,6 +30,7 @@ from hetspmd.search.pricing import PICOSECONDS
 from hetspmd.search.search import Limits, Searcher, SearchResult, search
 from hetspmd.search.space import search_space
 from workbench import cluster as unlike
+from workbench import traced
 
 N, BANDWIDTH, LATENCY, LAUNCH = 4, 1e9, 1e-7, 1e-9
 OPS = 10  # eight that compute: two products and relu, the loss, four of the backward; two steps of the optimizer
@@ -323,3 +324,25 @@ def test_a_device_of_a_few_flops_is_no_overflow() -> None:
     fast = search(search_space(theory, known.data_parallel(theory)), costs, lengths, Limits())
     check(theory, fast.program)
     assert fast.cost >= fast.lower_bound
+
+
+def test_storing_is_the_part_with_these_parameters() -> None:
+    """The same rows as by constraints, with the tuples of all other instructions."""
+    theory = traced("bert").theory
+    graph = theory.graph
+    part = search_space(theory, Constraints()).within(known.tensor_parallel(theory))
+    open_ = [p.tensor for p in graph.parameters if len(part.rows[graph.producers[p.tensor]]) > 1]
+    assert open_
+    for first in (open_[::2], open_[1::2], open_):
+        forms = {t: theory.rows[graph.producers[t]][part.rows[graph.producers[t]][-1]].post[0] for t in first}
+        stored = part.storing(forms)
+        row_filter = known.tensor_parallel(theory).row_filter
+        assert stored.rows == part.within(Constraints(forms, row_filter)).rows
+        changed = {graph.producers[t] for t in first}
+        assert all(
+            (i in changed) or few is own
+            for i, (few, own) in enumerate(zip(stored.rows, part.rows, strict=True))
+        )
+        assert part.storing(forms).rows == stored.rows
+    with pytest.raises(InfeasibleError, match="no triple is left in the form"):
+        part.storing({open_[0]: shard(9)})

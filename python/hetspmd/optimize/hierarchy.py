@@ -180,7 +180,8 @@ def segments_across(
     for. One whose accelerators' memory does not suffice is not taken.
     """
     outcome, inside = step
-    synthesis, other = in_segments(ctx, outcome, segments, constraints)
+    # What the accelerators add is not in the rounds, which thus do not tell whether cuts gain.
+    synthesis, other = in_segments(ctx, replace(outcome, rounds=None), segments, constraints)
     if synthesis is ctx:
         return ctx, (other, inside)
     own = inside_of(synthesis, other.best)
