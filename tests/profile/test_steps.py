@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from steps_worker import SLOW, Body, build, worker
 from torch import nn
 
+import hetspmd
+from hetspmd.cli.target import load_target
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.curves import MeasuredFigures
 from hetspmd.cluster.devices import Device, Network
@@ -32,6 +34,7 @@ from hetspmd.profile.session import Session
 from hetspmd.profile.show import profile_text
 from hetspmd.profile.step_runs import Attempt, StepRunner
 from hetspmd.profile.whole_steps import measure_curves, step_case, with_steps
+from hetspmd.trace.autocast import autocast_for
 from processes import free_ports, spawn
 
 TARGETS = Path(__file__).parents[1] / "cli" / "targets.py"
@@ -295,11 +298,45 @@ def test_the_command(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Profile.load(str(path)).cluster.steps == profile.cluster.steps, "what was measured stays"
 
 
+def test_the_command_under_autocast(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops and steps are those of the step as autocast casts it, and plans of such steps alone use them."""
+    monkeypatch.setenv("HETSPMD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RANK", raising=False)
+    path = tmp_path / "one.yaml"
+    path.write_text("devices: [{name: mine, flops: 5e10}]")
+    made = command(
+        "profile", "--model", TARGETS, "--cluster", path, "--budget", "20s", "--device", "cpu",
+        "--autocast", "bfloat16", "--memory", "1MB",
+    )  # fmt: skip
+    assert made.status == 0, made.err
+    cluster = Profile.load(str(path)).cluster
+    assert any("bfloat16" in key for key in cluster.ops_by_rank()[0]), (
+        "products are measured as autocast has them"
+    )
+    (curve,) = cluster.steps[0].curves
+    model, example = load_target(str(TARGETS))
+    for dtype, used in ((None, False), ("bfloat16", True)):
+        with autocast_for(model, dtype):
+            plan = hetspmd.compile(model, example, cluster)
+        assert (plan.costs.measured is not None) is used
+        if used:
+            seconds = [p.seconds for p in curve.points]
+            assert 0.95 * min(seconds) <= plan.cost.step_seconds <= 1.05 * max(seconds)
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--out", "x.yaml", "--memory", "8GiB"), "--memory and --no-steps go with --model TARGET"),
-        (("--out", "x.yaml", "--no-steps"), "--memory and --no-steps go with --model TARGET"),
+        (
+            ("--out", "x.yaml", "--memory", "8GiB"),
+            "--memory, --no-steps and --autocast go with --model",
+        ),
+        (
+            ("--out", "x.yaml", "--autocast", "bfloat16"),
+            "--memory, --no-steps and --autocast go with --model",
+        ),
+        (("--out", "x.yaml", "--no-steps"), "--memory, --no-steps and --autocast go with --model"),
         (("--model", "x.py", "--out", "x.yaml", "--no-steps", "--memory", "1GiB"), "leave one out"),
         (
             ("--model", "x.py", "--out", "x.yaml", "--memory", "much"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetspmd.cli.options import add_target, autocast, positive_seconds
+from hetspmd.cli.options import add_target, positive_seconds
 from hetspmd.cli.outputs import STDOUT, check_folder_writable, check_writable, read_constraints, write_json
 from hetspmd.cli.progress import Elapsed
 
@@ -92,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
     from hetspmd.optimize.compiler import compile as synthesize
     from hetspmd.optimize.compiler import problem_text
     from hetspmd.report import plan_json
+    from hetspmd.trace.autocast import autocast_for
 
     check_writable(options.json)
     check_writable(options.plan)
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
     timings: dict[str, float] = {}
-    with autocast(model, options.autocast), Elapsed() as progress:
+    with autocast_for(model, options.autocast), Elapsed() as progress:
         plan = synthesize(
             model,
             example,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -41,15 +40,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "accelerator by itself (auto: the cheaper)",
     )
     _add_memory(parser)
-    parser.add_argument(
-        "--autocast",
-        choices=("bfloat16", "float16"),
-        metavar="DTYPE",
-        help="trace the model under torch.autocast in this dtype: bfloat16 or float16",
-    )
+    add_autocast(parser, "trace the model under torch.autocast in this dtype: bfloat16 or float16")
     parser.add_argument(
         "--json", metavar="OUT", help="write the result as JSON (-: to standard output, instead of text)"
     )
+
+
+def add_autocast(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--autocast``; ``what`` it does."""
+    parser.add_argument("--autocast", choices=("bfloat16", "float16"), metavar="DTYPE", help=what)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -79,17 +78,6 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "torch.utils.checkpoint), none, all (these and repeating blocks), selective (these and what is cheap), "
         "auto (as few as fit the memory), or globs over paths of modules, with commas between them (checkpoints)",
     )
-
-
-def autocast(model: nn.Module, dtype: str | None) -> AbstractContextManager[object]:
-    """The ``torch.autocast`` that ``--autocast`` asks for, on the device that the model is traced on."""
-    if dtype is None:
-        return nullcontext()
-    import torch
-
-    from hetspmd.trace.fake import model_device, trace_device
-
-    return torch.autocast(trace_device(model_device(model)).type, dtype=getattr(torch, dtype))
 
 
 def auto_or_count(text: str) -> int | Literal["auto"]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetspmd.cli.options import add_autocast
 from hetspmd.cli.outputs import STDOUT, check_writable, write_text
 from hetspmd.cli.progress import Progress
 from hetspmd.errors import OutputError
@@ -93,6 +94,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="with --model: keep this file's devices and network, add op times and steps (written to FILE without "
         "--out)",
     )
+    add_autocast(parser, "with --model: measure it under torch.autocast in this dtype: bfloat16 or float16")
     parser.add_argument(
         "--optimizer",
         choices=("adamw", "momentum", "sgd"),
@@ -144,8 +146,8 @@ def run(options: argparse.Namespace) -> int:
         return _show(options)
     if options.svg is not None:
         raise OutputError("--svg goes with --show FILE; measure first, then plot the file")
-    if (options.memory is not None or options.no_steps) and not options.model:
-        raise OutputError("--memory and --no-steps go with --model TARGET, whose steps are measured")
+    if (options.memory is not None or options.no_steps or options.autocast) and not options.model:
+        raise OutputError("--memory, --no-steps and --autocast go with --model TARGET, which is measured")
     if options.memory is not None and options.no_steps:
         raise OutputError("--memory is what steps are given, and --no-steps measures none; leave one out")
     if options.cluster is not None and not options.model:
@@ -220,7 +222,7 @@ def _model(session: Session, options: argparse.Namespace, profile: Profile, want
     from hetspmd.profile.whole_steps import with_steps
 
     first = session.rank == 0
-    ops, steps = _cases(session, options.model, profile.cluster, steps=not options.no_steps)
+    ops, steps = _cases(session, options, profile.cluster)
     part = THRESHOLDS.model_part if steps else 0.0
     for_ops = replace(wanted, budget=(1 - part) * wanted.budget)
     for_steps = replace(wanted, budget=part * wanted.budget)
@@ -236,7 +238,7 @@ def _model(session: Session, options: argparse.Namespace, profile: Profile, want
 
 
 def _cases(
-    session: Session, targets: list[str], cluster: Cluster, *, steps: bool
+    session: Session, options: argparse.Namespace, cluster: Cluster
 ) -> tuple[list[OpCase], list[StepCase]]:
     """The ops of the models, found by rank 0; the others import the files, which may register ops and rules. And
     the steps of the models, which every rank makes for itself; rank 0 says where their examples have rows."""
@@ -244,8 +246,10 @@ def _cases(
     from hetspmd.profile.cases import together
     from hetspmd.profile.whole_steps import step_case
     from hetspmd.rules.theory import derive
+    from hetspmd.trace.autocast import autocast_for
     from hetspmd.trace.trace import split_example, trace
 
+    targets, dtype, steps = options.model, options.autocast, not options.no_steps
     loaded = []
 
     def traced() -> tuple[list[OpCase], list[RowPlaces]]:
@@ -256,14 +260,17 @@ def _cases(
         theories, cases = [], []
         for target in targets:
             model, example = load_target(target)
-            theories.append(derive(trace(model, *split_example(example), training=True)))
+            with autocast_for(model, dtype):
+                theories.append(derive(trace(model, *split_example(example), training=True)))
             if steps:
-                cases.append(step_case(target, model, example))
+                cases.append(step_case(target, model, example, autocast=dtype))
         loaded.extend(cases)
         return together(theories, cluster), [case.places for case in cases]
 
     def made() -> list[StepCase]:
-        return loaded or [step_case(t, *load_target(t), of) for t, of in zip(targets, places, strict=True)]
+        return loaded or [
+            step_case(t, *load_target(t), of, dtype) for t, of in zip(targets, places, strict=True)
+        ]
 
     ops, places = session.together("tracing the model", traced)[0]
     if not steps:

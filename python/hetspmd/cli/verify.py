@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from hetspmd.cli.options import add_target, autocast, positive_count
+from hetspmd.cli.options import add_target, positive_count
 from hetspmd.cli.outputs import STDOUT, check_writable, read_constraints, write_json
 from hetspmd.errors import DeviceError
 
@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Verify and report."""
     from hetspmd.cli.target import load_target
     from hetspmd.cluster.cluster import Cluster
+    from hetspmd.trace.autocast import autocast_for
     from hetspmd.verify.comparison import verify
 
     check_writable(options.json)
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             f"{options.target} puts {empty} on the meta device, where it has no values; name a function that "
             "returns a model with weights, such as a small configuration"
         )
-    with autocast(model, options.autocast):
+    with autocast_for(model, options.autocast):
         report = verify(
             model,
             example,

@@ -42,6 +42,7 @@ from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.rows import Batch, RowPlaces
 from hetspmd.profile.timing import interval, repeat
 from hetspmd.run.module import HAP
+from hetspmd.trace.autocast import autocast_for, autocast_on
 from hetspmd.trace.compat.trees import flatten, unflatten
 from hetspmd.trace.losses import find_loss
 
@@ -51,13 +52,17 @@ COUNTED_STEPS = 2
 
 @dataclass(frozen=True)
 class StepCase:
-    """A model with its example, and where that has rows; ``name`` is what reports call it."""
+    """A model with its example, and where that has rows; ``name`` is what reports call it.
+
+    ``autocast``: the dtype of the ``torch.autocast`` under which its steps run, if any.
+    """
 
     name: str
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     places: RowPlaces
+    autocast: str | None = None
 
     @property
     def rows(self) -> int:
@@ -156,7 +161,8 @@ class StepRunner:
         return settled(samples) if self.device.type == "cpu" else [s.seconds for s in samples]
 
     def _plan(self, model: nn.Module, batch: Batch) -> Plan:
-        return compile_plan(model, *batch, self._lone)
+        with autocast_for(model, self.case.autocast):
+            return compile_plan(model, *batch, self._lone)
 
     def _batch(self, rows: int) -> Batch:
         leaves, spec = flatten(self.case.places.resized(self.case.args, self.case.kwargs, rows))
@@ -193,7 +199,8 @@ class StepRunner:
         def step() -> None:
             if optimizer is not None:
                 optimizer.zero_grad()
-            loss = find_loss(hap(*args, **kwargs), None)
+            with autocast_on(self.device.type, self.case.autocast):
+                loss = find_loss(hap(*args, **kwargs), None)
             if loss is None:
                 raise ExampleError(
                     f"{name} returns no scalar loss for the example; its steps cannot be measured"

@@ -32,18 +32,25 @@ from hetspmd.profile.profile_thresholds import THRESHOLDS
 from hetspmd.profile.rows import RowPlaces, find_rows
 from hetspmd.profile.session import Session
 from hetspmd.profile.step_runs import COUNTED_STEPS, Attempt, StepCase, StepRunner
+from hetspmd.trace.autocast import autocast_for
 from hetspmd.trace.trace import split_example
 
 Tick = Callable[[str], None]
 
 
-def step_case(name: str, model: nn.Module, example: Any, places: RowPlaces | None = None) -> StepCase:
-    """What is run of a TARGET. ``places``: where it has rows, if that is known.
+def step_case(
+    name: str, model: nn.Module, example: Any, places: RowPlaces | None = None, autocast: str | None = None
+) -> StepCase:
+    """What is run of a TARGET. ``places``: where it has rows, if that is known. ``autocast``: the dtype of the
+    ``torch.autocast`` under which it runs, if any.
 
     Raises BatchSizeError for a model that cannot be given other numbers of rows.
     """
     args, kwargs = split_example(example)
-    return StepCase(name, model, args, kwargs, places or find_rows(name, model, args, kwargs))
+    if places is None:
+        with autocast_for(model, autocast):
+            places = find_rows(name, model, args, kwargs)
+    return StepCase(name, model, args, kwargs, places, autocast)
 
 
 def with_steps(

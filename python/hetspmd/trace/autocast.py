@@ -11,7 +11,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
+from hetspmd.trace.fake import model_device, trace_device
 from hetspmd.trace.values import dtype_name
 
 
@@ -27,3 +29,13 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+def autocast_for(model: nn.Module, dtype: str | None) -> AbstractContextManager[object]:
+    """The ``torch.autocast`` in a dtype on the device that the model is traced on; nothing for None."""
+    return autocast_on(trace_device(model_device(model)).type, dtype)
+
+
+def autocast_on(device_type: str, dtype: str | None) -> AbstractContextManager[object]:
+    """The ``torch.autocast`` in a dtype on a type of device; nothing for None."""
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=getattr(torch, dtype))
