@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -263,7 +264,8 @@ def test_recordings_and_anomalies_run_as_they_are() -> None:
             loss.backward()
         return found + [step(hap, c).detach() for _ in range(2)] + gradients(hap)
 
-    assert steps_of(both(case("mlp"), body)) == {"": 6}
+    counted = {"": 6, captured.RECORDED: 2, captured.ANOMALY: 1}
+    assert steps_of(both(case("mlp"), body)) == counted
 
 
 def test_mixed_precision() -> None:
@@ -304,15 +306,16 @@ def made(graph: fx.Graph, constants: Any = ()) -> tuple[Any, SimulatedCapturer, 
 
     capturer, reasons = SimulatedCapturer(), Reasons()
     runtime = Runtime(LoneCommunicator(), Randomness(0, 0, CPU))
-    return captured.Captures(Program(), runtime, capturer, reasons), capturer, reasons  # type: ignore[arg-type]  # enough of one
+    return captured.Captures(Program(), runtime, capturer, reasons, threading.Lock()), capturer, reasons  # type: ignore[arg-type]  # enough of one
 
 
 def run(captures: Any, x: torch.Tensor) -> Any:
     (graph,) = captures._graphs
     held = captures.begin(graph, [], [])
-    outputs = captures.graph(graph, held)(captures._runtime, *held.inputs([x]))
+    outputs = held.copies(captures.graph(graph, held)(captures._runtime, *held.inputs([x])))
     held.release()
-    return held.copies(outputs)
+    captures.leave()
+    return outputs
 
 
 def test_calls_that_look_at_values_run_as_they_are() -> None:

@@ -21,7 +21,7 @@ from hetspmd.lower.local_program import LocalProgram, LocalTensor
 from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
 from hetspmd.run.capture_memory import Held
-from hetspmd.run.captured_regions import Captures
+from hetspmd.run.captured_regions import ANOMALY, Captures
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
@@ -105,16 +105,17 @@ class Runner:
             with torch.no_grad():
                 stored = plain(parameters)
                 held = self.begin(stored, buffers)
-                results, _ = self.forward(stored, buffers, inputs, held)
-                if held is not None:
-                    held.release()
+                results, _ = self.forward(stored, buffers, inputs, held, alone=True)
         loss, *outputs = results
         ids = [self.program.outputs[i].tensor for i in self.outputs]
         return (None if self.loss is None else loss), dict(zip(ids, outputs, strict=True))
 
     def begin(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> Held | None:
-        """The captured step that begins; None where it runs as it is."""
-        if self.captures is None or (self.origin is not None and anomaly.is_looked_for()):
+        """The captured step that begins, of which :meth:`forward` is next; None where it runs as it is."""
+        if self.captures is None:
+            return None
+        if self.origin is not None and anomaly.is_looked_for():
+            self.captures.without(ANOMALY)
             return None
         return self.captures.begin(self.program.forward, parameters, buffers)
 
@@ -124,12 +125,28 @@ class Runner:
         buffers: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         held: Held | None = None,
+        *,
+        alone: bool = False,
     ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         """``((loss, *outputs), saved)``; buffers are updated, and parameters that the model itself writes to.
 
-        ``held``: the step that :meth:`begin` has begun with these tensors."""
-        if held is not None:
-            inputs = held.inputs(inputs)
+        ``held``: the step that :meth:`begin` has begun with these tensors; ``alone``: no backward follows."""
+        if held is None or self.captures is None:
+            return self._forward(parameters, buffers, inputs, None)
+        try:
+            return self._forward(parameters, buffers, held.inputs(inputs), held)
+        finally:
+            if alone:
+                held.release()
+            self.captures.leave()
+
+    def _forward(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        held: Held | None,
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[torch.Tensor]]:
         tensors = (*parameters, *buffers, *inputs)
         graph = self._running(self.program.forward, held)
         with self._named(graph):
@@ -239,11 +256,16 @@ class Runner:
         if self.before_gradients is not None:
             self.before_gradients()
         taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
-        graph = self._running(self.program.backward, held)
-        with self._named(graph):
-            values = graph(self.runtime, tangent, saved)
-        if held is not None:
-            values = held.copies(values)
+        captured = held is not None and self.captures is not None and self.captures.enter()
+        try:
+            graph = self._running(self.program.backward, held if captured else None)
+            with self._named(graph):
+                values = graph(self.runtime, tangent, saved)
+            if held is not None:
+                values = held.copies(values)
+        finally:
+            if captured and self.captures is not None:
+                self.captures.leave()
         gradients: list[torch.Tensor] = []
         parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for gradient in values:

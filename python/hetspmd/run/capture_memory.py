@@ -77,6 +77,7 @@ class Variant:
         self.captured: dict[int, CapturedStretch] = {}
         """By the number of the stretch."""
         self.inputs: list[torch.Tensor] = []
+        self.steps = 0
         self.held: weakref.ref[Held] | None = None
         self._given = {_memory(t) for t in tensors} - {0}
         self._own: set[int] = set()

@@ -14,6 +14,8 @@ there. Only what a capture needs within itself lies in the pool that all capture
 outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
 cannot run any more, and a forward that comes before that runs uncaptured.
 
+**Threads.** One at a time runs captured; another one that comes meanwhile runs uncaptured.
+
 Whatever is not as it was captured runs uncaptured, which is always right, and :meth:`Captures.report` says why.
 """
 
@@ -24,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -45,17 +48,22 @@ WARM_UPS: Final = 1
 VARIANTS: Final = 4
 """Sets of places that are kept: a module and its copy may take turns, and exchange their weights."""
 MOST_VARIANTS: Final = 8
-"""Sets of places of one plan, after which nothing is captured any more: each costs what many steps gain."""
+"""Sets of places of one plan, after which no other one is captured: each costs what many steps gain."""
+STEPS_IN_PLACE: Final = 4
+"""What had more steps than these in one place is kept when too many places were seen."""
 
 PENDING: Final = (
     "a forward ran before the backward of the one before it, whose results are still held. Call backward() before "
-    "the next forward, or evaluate under torch.no_grad()"
+    "the next forward, without retain_graph, or evaluate under torch.no_grad()"
 )
 REFERENCE: Final = "random numbers are drawn for a comparison with one device"
 MOVING: Final = (
     "parameters or buffers were found at a new place again and again; change them in place (p.copy_(...), not "
-    "p.data = ...)"
+    "p.data = ...), and make a copy of the module once, to copy weights into it"
 )
+THREADS: Final = "another thread runs the module by its captures"
+ANOMALY: Final = "torch is asked to detect anomalies"
+RECORDED: Final = "it is recorded"
 ELSEWHERE: Final = "a tensor lay elsewhere, or had another shape, than when the calls were captured"
 HOST: Final = "a tensor lies on another device"
 _RULES: Final = "hetspmd.rules."
@@ -82,12 +90,14 @@ class _Region(nn.Module):
 class Captures:
     """The local graphs of a plan as they run captured."""
 
-    def __init__(self, program: LocalProgram, runtime: Runtime, capturer: Capturer, reasons: Reasons) -> None:
-        self._runtime, self._capturer, self._reasons = runtime, capturer, reasons
+    def __init__(
+        self, program: LocalProgram, runtime: Runtime, capturer: Capturer, reasons: Reasons, busy: Lock
+    ) -> None:
+        self._runtime, self._capturer, self._reasons, self._busy = runtime, capturer, reasons, busy
         self._randomness = runtime.randomness
         self._regions: list[_Region] = []
         self._variants: dict[Any, Variant] = {}
-        self._made, self._off = 0, ""
+        self._made = 0
         self._running: weakref.ref[Held] | None = None
         self.steps = Counter[str]()
         """Forwards, by why they did not run captured ("": they did)."""
@@ -105,10 +115,20 @@ class Captures:
     def begin(
         self, graph: fx.GraphModule, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> Held | None:
-        """A step whose forward is ``graph``; None where it has to run uncaptured."""
-        if graph not in self._graphs:  # it is recorded
+        """A step whose forward is ``graph``, which :meth:`leave` follows; None where it has to run uncaptured."""
+        if graph not in self._graphs:
+            self.without(RECORDED)
             return None
-        variant, why = self._variant(parameters, buffers)
+        if not self._busy.acquire(blocking=False):
+            self._reasons.tell(THREADS)
+            self.without(THREADS)
+            return None
+        variant = None
+        try:
+            variant, why = self._variant(parameters, buffers)
+        finally:
+            if variant is None:
+                self._busy.release()
         self.steps[why] += 1
         if variant is None:
             return None
@@ -116,12 +136,30 @@ class Captures:
         variant.held = weakref.ref(held)
         return held
 
+    def without(self, why: str) -> None:
+        """A step runs uncaptured."""
+        self.steps[why] += 1
+
+    def enter(self) -> bool:
+        """Whether a backward may run captured, which :meth:`leave` then follows."""
+        entered = self._busy.acquire(blocking=False)
+        if not entered:
+            self._reasons.tell(THREADS)
+        return entered
+
+    def leave(self) -> None:
+        """What ran captured has been copied; another thread may."""
+        self._running = None
+        self._busy.release()
+
     def graph(self, graph: fx.GraphModule, held: Held | None) -> fx.GraphModule:
         """What runs for a local graph of a step."""
         if held is not None and self._runtime.randomness is not self._randomness:
             held = None  # they were exchanged between forward and backward
-        self._running = None if held is None else weakref.ref(held)
-        return graph if held is None else self._graphs.get(graph, graph)
+        if held is None:
+            return graph
+        self._running = weakref.ref(held)
+        return self._graphs.get(graph, graph)
 
     def innermost(self, error: BaseException, graph: fx.GraphModule) -> fx.GraphModule:
         """The graph of the stretch in which an error was raised; otherwise ``graph``."""
@@ -137,8 +175,6 @@ class Captures:
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> tuple[Variant | None, str]:
         """What is captured for where parameters and buffers are now; or None, and why."""
-        if self._off:
-            return None, self._off
         if self._runtime.randomness.reference:
             return None, REFERENCE
         if self._runtime.randomness is not self._randomness:
@@ -149,13 +185,13 @@ class Captures:
         variant = self._variants.pop(places, None)
         if variant is None:
             if self._made == MOST_VARIANTS:
-                self._variants.clear()
-                self._off = MOVING
+                self._variants = {at: one for at, one in self._variants.items() if one.steps > STEPS_IN_PLACE}
                 self._reasons.tell(MOVING)
                 return None, MOVING
             self._made += 1
             variant = Variant([*tensors, *self._constants])
         self._variants[places] = variant
+        variant.steps += 1
         while len(self._variants) > VARIANTS:
             del self._variants[next(iter(self._variants))]
         if variant.is_held():
@@ -187,7 +223,7 @@ class Captures:
             held.warms = True  # what it returns lies anywhere: what reads it is captured in another step
             return self._capturer.warm_up(partial(region.body, *values))
         try:
-            with self._busy():
+            with self._computing():
                 captured = self._capture(region, held.variant, values)
         except RuntimeError as error:
             region.reason = f"{_named(region.body)}: {str(error).strip().splitlines()[0]}"
@@ -221,7 +257,7 @@ class Captures:
             variant.own(output if isinstance(output, (tuple, list)) else [output])
         return CapturedStretch(capture, read, copied, others)
 
-    def _busy(self) -> Any:
+    def _computing(self) -> Any:
         return (self._runtime.everyone or self._runtime.communicator).busy()
 
     def report(self) -> PlanCaptures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -46,6 +47,8 @@ class Capturing:
     reason: str = "cuda_graphs=False"
     required: bool = False
     reasons: Reasons = field(default_factory=Reasons)
+    busy: Lock = field(default_factory=Lock)
+    """Whoever runs captured has it: captures have their memory in common."""
 
     @classmethod
     def of(cls, asked: CudaGraphs, device: torch.device, *, compiled: bool) -> Capturing:
