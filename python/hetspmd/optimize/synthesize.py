@@ -128,8 +128,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
         lacking = nearest(lacking, rounds.lacking)
         if limited and not any(candidate.fits for candidate in candidates):
             over.append("fastest_device_alone")
-        better = best_of(ctx, candidates)
-        if better is not None:
+        if (better := best_of(ctx, candidates)) is not None:
             winners.append(_Subset(part, better, rounds))
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
