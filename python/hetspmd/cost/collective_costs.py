@@ -98,6 +98,7 @@ class Moves:
                 self._curves[name] = curves
         self._formulas = {name: kind.formula(self.world) for name, kind in KINDS.items()}
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
+        self._forms: dict[tuple[int, Placement, Placement, Kind, int | None], MoveForm] = {}
         self._shares: _Shares | None = None
         self._table: _Table | None = None
 
@@ -167,6 +168,14 @@ class Moves:
 
         Raises ValueError for a dim that no axis shards.
         """
+        key = (tensor, source, target, kind, travels)
+        if key not in self._forms:
+            self._forms[key] = self._move_form(*key)
+        return self._forms[key]
+
+    def _move_form(
+        self, tensor: int, source: Placement, target: Placement, kind: Kind, travels: int | None
+    ) -> MoveForm:
         if self.world == 1 or self.cluster.network is None:
             return MoveForm(0.0, moved=KINDS[kind].keeps_dim)
         of = KINDS[kind]

@@ -108,7 +108,7 @@ class CostModel(Moves):
         """The model with ``flops``, ``memory_bandwidth`` or ``launch`` of some devices times ``factor``; what was
         measured of ops follows. ``cluster`` is the one with those quantities."""
         other = copy.copy(self)
-        other.cluster = cluster
+        other.cluster, other._forms = cluster, {}
         other._fast, other._cut = self._fast.copy(), self._cut.copy()
         other._whole_part, other._start = self._whole_part.copy(), self._start.copy()
         places = list(devices)
