@@ -107,38 +107,53 @@ def test_a_copy_is_evaluated_while_the_module_trains(switching: None) -> None:
     both(case("mlp"), body)
 
 
-def test_while_one_thread_copies_out_another_one_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order that gives wrong numbers where both run captured: the second forward repeats the captures before
-    the first has copied its loss."""
-    there, on = threading.Event(), threading.Event()
-    usual = Held.copies
+def test_no_thread_is_given_the_others_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order that would do it if both ran captured: one begins, the other one begins and computes, the first
+    repeats the captures, and then the other one copies its loss."""
+    begun, computed, ended = threading.Event(), threading.Event(), threading.Event()
+    begin, copies = captured.Captures._variant, Held.copies
 
-    def slow(self: Held, tensors: Any) -> Any:
+    def slow_to_begin(self: Any, *given: Any) -> Any:
+        found = begin(self, *given)
         if threading.current_thread().name == "slow":
-            there.set()
-            assert on.wait(WAIT)
-        return usual(self, tensors)
+            begun.set()
+            assert computed.wait(WAIT)
+        return found
+
+    def slow_to_copy(self: Held, tensors: Any) -> Any:
+        if threading.current_thread().name == "fast":
+            computed.set()
+            assert ended.wait(WAIT)
+        return copies(self, tensors)
 
     def body(hap: HAP, c: Case) -> Any:
         one, other = batches(c)
         for batch in (one, other):
             for _ in range(2):
                 evaluated(hap, batch)
-        captures = len(hap.cuda_graphs_report().plans)
+        if not hap.cuda_graphs_report().plans:
+            return [torch.tensor([evaluated(hap, one), evaluated(hap, other)])]
         found: dict[str, float] = {}
-        thread = threading.Thread(target=lambda: found.update(slow=evaluated(hap, one)), name="slow")
-        if captures:
-            monkeypatch.setattr(Held, "copies", slow)
-        thread.start()
-        assert not captures or there.wait(WAIT)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+
+        def slow() -> None:
+            found["slow"] = evaluated(hap, one)
+            ended.set()
+
+        def fast() -> None:
             found["fast"] = evaluated(hap, other)
-        on.set()
-        thread.join(WAIT)
-        assert [w.category for w in caught] == [CudaGraphsWarning] * captures, (
-            "of the thread that ran without"
-        )
+            computed.set()
+
+        with monkeypatch.context() as patched, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patched.setattr(captured.Captures, "_variant", slow_to_begin)
+            patched.setattr(Held, "copies", slow_to_copy)
+            threads = [threading.Thread(target=run, name=run.__name__) for run in (slow, fast)]
+            threads[0].start()
+            assert begun.wait(WAIT)
+            threads[1].start()
+            for thread in threads:
+                thread.join(WAIT)
+        assert [w.category for w in caught] == [CudaGraphsWarning], "of the thread that ran without"
         return [torch.tensor([found["slow"], found["fast"]])]
 
     assert steps_of(both(case("mlp"), body))[captured.THREADS] == 1
