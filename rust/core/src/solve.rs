@@ -126,7 +126,7 @@ impl<'a, 't> Search<'a, 't> {
     ) -> Solution {
         self.warm = warm;
         let end = self.search(&mut model, fresh, swept);
-        self.conclude(&model, end)
+        self.conclude(&model, &end)
     }
 
     /// Searches a `model` of which few values live: it is reduced at once, without sweeps over all of it.
@@ -134,14 +134,14 @@ impl<'a, 't> Search<'a, 't> {
         let order: Vec<usize> = (0..whole.vars.len()).collect();
         let mut model = compact(whole, &order);
         let end = self.search_reduced(&mut model);
-        self.conclude(&model, end)
+        self.conclude(&model, &end)
     }
 
-    fn conclude(&mut self, model: &Model, end: Result<(), End>) -> Solution {
+    fn conclude(&mut self, model: &Model, end: &Result<(), End>) -> Solution {
         let reason = match end {
             Ok(()) | Err(End::Proven) if self.best.is_some() => StopReason::Optimal,
             Ok(()) | Err(End::Proven) => StopReason::Infeasible,
-            Err(End::Stop(reason)) => reason,
+            Err(End::Stop(reason)) => *reason,
         };
         if self.best.is_none() && !matches!(reason, StopReason::Infeasible | StopReason::Interrupted) {
             // A limit struck before the first dive: one short dive regardless.
