@@ -84,12 +84,14 @@ def test_own_rows(name: str) -> None:
 def test_real_models(name: str) -> None:
     """Every stretch of their steps is captured."""
     found = []
-    for asked in (SimulatedCapturer(), False):
+    for asked in (False, SimulatedCapturer()):
         model, example, loss = zoo.build(name)
         try:
             hap = HAP(model, cluster(1), example=example, cuda_graphs=asked, loss=loss)
         except HetspmdError as error:
-            pytest.skip(str(error))
+            if asked:
+                raise
+            pytest.skip(f"refused without captures, too: {error}")
         hap.use_randomness(Randomness(1, 0, CPU))
         hap.run_lowered()
         optimizer, mine = torch.optim.SGD(hap.parameters(), lr=0.01), []

@@ -306,7 +306,7 @@ def made(graph: fx.Graph, constants: Any = ()) -> tuple[Any, SimulatedCapturer, 
 
     capturer, reasons = SimulatedCapturer(), Reasons()
     runtime = Runtime(LoneCommunicator(), Randomness(0, 0, CPU))
-    return captured.Captures(Program(), runtime, capturer, reasons, threading.Lock()), capturer, reasons  # type: ignore[arg-type]  # enough of one
+    return captured.Captures(Program(), runtime, capturer, reasons, threading.Lock()), capturer, reasons  # type: ignore[arg-type]  # Program has what is asked of one
 
 
 def run(captures: Any, x: torch.Tensor) -> Any:

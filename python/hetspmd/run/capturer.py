@@ -63,7 +63,7 @@ class CudaCapturer(Capturer):
         self._device = device
         with torch.cuda.device(device):
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's Stream is
 
     def warm_up(self, call: Callable[[], T]) -> T:
         """On the stream on which it will be captured: libraries have workspaces per stream."""
