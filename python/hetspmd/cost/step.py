@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.lasting_bytes import lasting_bytes
 from hetspmd.cost.memory import Holdings, MemoryProfile, each_its_own
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.simulated_run import SimulatedRun
@@ -197,6 +198,14 @@ class StepModel:
         return Holdings(
             self.model.theory, self.program, self.schedule, executed=True, batches=self.model.batches
         )
+
+    def may_fit(self, lengths: Lengths) -> bool:
+        """Whether what is held at least leaves the devices' memory room. This is known before any simulation: the
+        parameters, the optimizer's state and the gradients, and what is held if collectives end at once."""
+        capacity, theory, batches = self.model.capacity, self.model.theory, self.model.batches
+        if (lasting_bytes(theory, self.program, lengths, batches) > capacity).any():
+            return False
+        return not self.executed.at(lengths).lacking(capacity).any()
 
     def held(self, lengths: Lengths) -> MemoryProfile:
         """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation

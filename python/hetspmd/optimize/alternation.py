@@ -72,55 +72,78 @@ def alternate(
     within: Space | None = None,
 ) -> Rounds:
     """Search and ratios in turns from each of the ``starts``, by name, on the devices ``active``, which are those
-    of ``costs``. ``within``: the programs among which is searched."""
-    rounds = Rounds()
+    of ``costs``. ``within``: the programs among which is searched. Where memory is short, ratios in proportion to
+    it are a further start, and a quick synthesis takes further ones only until something fits."""
     segments = ctx.theory.axes.segments
     queue = [(name, by_segment(start, segments)) for name, start in starts]
-    first = queue[0][1]
-    while queue:
+    rounds, first = Rounds(), queue[0][1]
+    while queue and not (ctx.quick and rounds.replaced and any(c.fits for c in rounds.candidates)):
         name, ratios = queue.pop(0)
-        before: SearchResult | None = None
-        seen: set[tuple[object, ...]] = set()
-        for index in range(ctx.thresholds.rounds):
-            lengths = lengths_for(ctx.theory.axes, ratios)
-            reason = name if name == "alone" else f"{name} ratios, round {index + 1}"
-            result = ctx.search(costs, lengths, start=before, within=within)
-            evaluator = Evaluator(ctx, costs, result, active, lengths, reason)
-            tried = [evaluator(ratios, lengths)]
-            if not tried[0].fits:
-                rounds.replaced += tried
-                by = by_segment(by_memory(costs), segments)
-                if (
-                    not queue
-                    and name != "memory"
-                    and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
-                ):
-                    queue.append(("memory", by))
-                if (ctx.least.at(lengths) > capacities(costs)).any():
-                    # Nothing fits at these lengths, so that no search is needed to know it.
-                    rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
-                    break
-                fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active)
-                rounds.lacking = nearest(rounds.lacking, lacking)
-                if fitting is None:
-                    break
-                result = fitting
-                evaluator = Evaluator(ctx, costs, result, active, lengths, f"{reason}, within the memory")
-                tried = [evaluator(ratios, lengths)]
-            better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
-            tried.append(evaluator(better, moved, but=", best ratios"))
-            rounds.candidates += tried
-            rounds.iterations.append(
-                Iteration(name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
-            )
-            key = (result.rows, result.moves, moved)
-            if key in seen or moved == lengths:
-                break
-            if result.stop_reason == "memory" and index and not _much_better(ctx, rounds.candidates[-3:]):
-                break
-            seen.add(key)
-            ratios, before = better, result
+        short = _rounds_from(ctx, costs, active, (name, ratios), within, rounds)
+        by = by_segment(by_memory(costs), segments) if short else first
+        if (
+            not queue
+            and name != "memory"
+            and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
+        ):
+            queue.append(("memory", by))
     return rounds
+
+
+def _rounds_from(
+    ctx: Synthesis,
+    costs: CostModel,
+    active: tuple[int, ...],
+    start: tuple[str, Matrix],
+    within: Space | None,
+    rounds: Rounds,
+) -> bool:
+    """Search and ratios in turns from one start, added to ``rounds``. Whether memory was short."""
+    name, ratios = start
+    before: SearchResult | None = None
+    short = False
+    seen: set[tuple[object, ...]] = set()
+    for index in range(ctx.thresholds.rounds):
+        lengths = lengths_for(ctx.theory.axes, ratios)
+        if ctx.quick and rounds.replaced and (ctx.least.at(lengths) > capacities(costs)).any():
+            return True
+        reason = name if name == "alone" else f"{name} ratios, round {index + 1}"
+        result = ctx.search(costs, lengths, start=before, within=within)
+        evaluator = Evaluator(ctx, costs, result, active, lengths, reason)
+        tried = [evaluator(ratios, lengths)]
+        if not tried[0].fits:
+            rounds.replaced += tried
+            short = True
+            if (ctx.least.at(lengths) > capacities(costs)).any():
+                # Nothing fits at these lengths, so that no search is needed to know it.
+                rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
+                break
+            # Where others fit already, from other ratios, a few searches tell enough.
+            quick = ctx.quick or any(c.fits for c in rounds.candidates)
+            fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active, quick=quick)
+            if fitting is None:
+                rounds.lacking = nearest(rounds.lacking, lacking)
+                break
+            result = fitting
+            evaluator = Evaluator(ctx, costs, result, active, lengths, f"{reason}, within the memory")
+            tried = [evaluator(ratios, lengths)]
+            if not tried[0].fits:  # with what idle devices are sent; it may do so at other ratios
+                rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
+        better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
+        tried.append(evaluator(better, moved, but=", best ratios"))
+        rounds.candidates += tried
+        rounds.iterations.append(
+            Iteration(name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
+        )
+        key = (result.rows, result.moves, moved)
+        if key in seen or moved == lengths:
+            break
+        again = index or ctx.quick
+        if result.stop_reason == "memory" and again and not _much_better(ctx, rounds.candidates[-3:]):
+            break
+        seen.add(key)
+        ratios, before = better, result
+    return short
 
 
 def search_fitting(
@@ -130,48 +153,30 @@ def search_fitting(
     best: SearchResult,
     within: Space | None,
     active: tuple[int, ...],
+    *,
+    quick: bool = False,
 ) -> tuple[SearchResult | None, MemoryLimitError | None]:
-    """The best program that fits at these lengths, None if there seems to be none; and, if what comes out does not
-    fit as it is executed, the error of the program found that lacks the fewest bytes.
-
-    The search knows what collectives hold while they are started. What a program holds more while they are on
-    their way is known once it is there, and left free in the next search. A program that still does not fit may do
-    so at other ratios.
+    """The best program that fits at these lengths, or the error of the program found that lacks the fewest bytes.
+    ``quick``: none is searched further where a few searches have found none.
     """
     names, word = [d.name for d in ctx.cluster.devices], device_word(ctx.cluster)
-    capacity = capacities(costs)
-    reserve: Array = np.zeros(costs.world)
-    lacking: MemoryLimitError | None = None
-    fitting: SearchResult | None = None
-    for _ in range(ctx.thresholds.memory_attempts):
-        try:
-            with ctx.clock("synth"):
-                fitting = search_that_fits(
-                    ctx.searcher,
-                    costs,
-                    lengths,
-                    ctx.limits,
-                    best,
-                    within=within,
-                    reserve=reserve,
-                    memory_prices=ctx.memory_prices,
-                    known=Known(ctx.earlier_prices, active) if within is None else None,
-                )
-        except MemoryLimitError as error:
-            amounts = {active[j]: both for j, both in error.lacking.items()}
-            return None, nearest(lacking, MemoryLimitError(amounts, names, word))
-        step = Evaluator(ctx, costs, fitting, active, lengths, "").step
-        held = np.array(step.held(lengths).peaks, dtype=float)
-        over = np.flatnonzero(held > capacity).tolist()
-        if not over:
-            return fitting, None
-        amounts = {active[j]: (int(held[j] - capacity[j]), int(capacity[j])) for j in over}
-        lacking = nearest(lacking, MemoryLimitError(amounts, names, word))
-        more = held - np.array(step.holdings.at(lengths).peaks, dtype=float)
-        if (more <= reserve).all():
-            break
-        reserve = np.maximum(reserve, more)
-    return fitting, lacking
+    try:
+        with ctx.clock("synth"):
+            fitting = search_that_fits(
+                ctx.searcher,
+                costs,
+                lengths,
+                ctx.limits,
+                best,
+                within=within,
+                memory_prices=ctx.memory_prices,
+                known=Known(ctx.earlier_prices, active) if within is None else None,
+                quick=quick,
+            )
+    except MemoryLimitError as error:
+        amounts = {active[j]: both for j, both in error.lacking.items()}
+        return None, MemoryLimitError(amounts, names, word)
+    return fitting, None
 
 
 def with_best_ratios(
@@ -219,5 +224,5 @@ def with_best_ratios(
 
 
 def _much_better(ctx: Synthesis, last: Sequence[Candidate]) -> bool:
-    """Whether the last of three candidates is worth another search at prices of memory, which is dear."""
+    """Whether the last of two or three candidates is worth another search at prices of memory, which is dear."""
     return last[-1].stages.seconds < last[0].stages.seconds * (1 - ctx.thresholds.memory_search_gain)

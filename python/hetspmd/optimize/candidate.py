@@ -106,7 +106,12 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether every device has the memory that the program holds at its peak."""
-        return not self.lacking
+        limited = bool(np.isfinite(self.step.model.capacity).any())
+        return not limited or (("lacking" in vars(self) or self._may_fit) and not self.lacking)
+
+    @cached_property
+    def _may_fit(self) -> bool:
+        return self.step.may_fit(self.lengths)
 
 
 class Evaluator:

@@ -29,6 +29,7 @@ from hetspmd.optimize.recomputation import fewest_recomputed
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at
+from hetspmd.optimize.thresholds import QUICK, THRESHOLDS
 from hetspmd.optimize.zero_levels import fits_leanest, loop_like, rereads_like, synthesize_step, zero_of
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
@@ -137,14 +138,17 @@ def compile_plan(
         def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
             return _in(_Compilation(theory, cluster, asked, clock, batches, prices))
 
+        def quickly(theory: Theory, batches: MicroBatches | None) -> Plan:
+            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, quick=True))
+
         def lean(theory: Theory, batches: MicroBatches | None) -> bool:
             return _Compilation(theory, cluster, asked, clock, batches, prices).fits_leanest()
 
         try:
             if divided and blocks:
-                plan = fewest_recomputed(theory, blocks, cluster, count, planned, lean)
+                plan = fewest_recomputed(theory, blocks, cluster, count, planned, lean, quickly)
             else:
-                plan = best_number(theory, count, planned)
+                plan = best_number(theory, count, planned, quickly)
         except MemoryLimitError as error:
             raise error.leave_out(asked.asked_of_memory) from error.__cause__
         warn_of_strays(plan)
@@ -172,9 +176,11 @@ class _Compilation:
         clock: Clock,
         batches: MicroBatches | None,
         prices: EarlierPrices,
+        *,
+        quick: bool = False,
     ) -> None:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
-        self.batches, self.prices = batches, prices
+        self.batches, self.prices, self.quick = batches, prices, quick
         self.limits = Limits(seconds=options.time_limit)
         self.constraints = composed(theory, batches, self._asked(theory))
 
@@ -211,6 +217,8 @@ class _Compilation:
                 self.clock,
                 batches=self.batches,
                 earlier_prices=self.prices,
+                quick=self.quick,
+                thresholds=QUICK if self.quick else THRESHOLDS,
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
             if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):

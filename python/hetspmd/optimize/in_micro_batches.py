@@ -65,27 +65,34 @@ def in_micro_batches(
     return theory, batches
 
 
+Planned = Callable[[Theory, MicroBatches | None], Plan]
+"""What makes the plan of a step in micro-batches."""
+
+
 def best_number(
-    theory: Theory, count: int | Literal["auto"], planned: Callable[[Theory, MicroBatches | None], Plan]
+    theory: Theory, count: int | Literal["auto"], planned: Planned, quickly: Planned | None = None
 ) -> Plan:
     """The plan in ``count`` micro-batches; for ``"auto"`` the fastest of those in one, two, four and so on, or in a
     number between the best of these and its half, where each micro-batch communicates.
 
     More are tried as long as memory is short: where none fits, or where it may have kept a faster program from
-    being the best, until one is not faster than the one before.
+    being the best, until one is not faster than the one before. ``quickly`` makes plans like ``planned`` but says
+    sooner that none fits (default: ``planned``); where it finds none in any number, ``planned`` is asked for one in
+    the most.
 
     Raises what the last one raised, if none fits, and MicroBatchError for a step that does not fit and cannot be
     divided.
     """
     if count != "auto":
         return planned(*in_micro_batches(theory, count))
+    quickly = quickly or planned
     number, most = 1, max(samples(theory, theory.batch_axes), 1)
     best: tuple[Plan, int] | None = None
     lacking: MemoryLimitError | None = None
     short = 0
     while True:
         try:
-            plan = planned(*in_micro_batches(theory, number))
+            plan = quickly(*in_micro_batches(theory, number))
         except MemoryLimitError as error:
             lacking = error
             short = number if best is None else short
@@ -104,17 +111,14 @@ def best_number(
         number = min(2 * number, most)
     if best is None:
         assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
-        raise lacking
+        if quickly is planned:
+            raise lacking
+        return planned(*in_micro_batches(theory, number))
     plan, number = best
-    return _fewer(theory, plan, (short, number), planned) if 2 * short >= number else plan
+    return _fewer(theory, plan, (short, number), quickly) if 2 * short >= number else plan
 
 
-def _fewer(
-    theory: Theory,
-    best: Plan,
-    between: tuple[int, int],
-    planned: Callable[[Theory, MicroBatches | None], Plan],
-) -> Plan:
+def _fewer(theory: Theory, best: Plan, between: tuple[int, int], planned: Planned) -> Plan:
     """The plan, or a faster one in the fewest micro-batches that fit between a number that does not and that of the
     plan, found by bisection, where the plan waits for what it communicates in each of them."""
     short, number = between

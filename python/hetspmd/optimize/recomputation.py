@@ -22,7 +22,7 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import MemoryLimitError, MicroBatchError
 from hetspmd.optimize.considered import memory_is_short
-from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.in_micro_batches import Planned, in_micro_batches
 from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, samples
@@ -32,7 +32,6 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.recompute import Block, recomputed
 from hetspmd.trace.recompute_savings import copying_instructions, saved_bytes
 
-Planned = Callable[[Theory, MicroBatches | None], Plan]
 Fits = Callable[[Theory, MicroBatches | None], bool]
 
 
@@ -43,15 +42,22 @@ def fewest_recomputed(
     count: int | Literal["auto"],
     planned: Planned,
     lean: Fits,
+    quickly: Planned | None = None,
 ) -> Plan:
     """The plan of a step that computes nothing again, or of one that computes as few of the blocks again as a
     program needs to fit, in ``count`` micro-batches.
 
-    ``theory`` is of the graph that computes nothing again; ``lean`` says whether ZeRO-3 fits. Raises
-    MemoryLimitError where no program fits with all blocks computed again either, and what ``planned`` raises
-    besides.
+    ``theory`` is of the graph that computes nothing again; ``lean`` says whether ZeRO-3 fits. ``quickly``: as for
+    :func:`~hetspmd.optimize.in_micro_batches.best_number`. Raises MemoryLimitError where no program fits with all
+    blocks computed again either, and what ``planned`` raises besides.
     """
-    return _Fitting(theory, _ranked(theory.graph, blocks, cluster), planned, lean).run(count)
+    ranked = _ranked(theory.graph, blocks, cluster)
+    if count == "auto" and quickly is not None:
+        try:
+            return _Fitting(theory, ranked, quickly, lean).run(count)
+        except MemoryLimitError:
+            count = max(samples(theory, theory.batch_axes), 1)
+    return _Fitting(theory, ranked, planned, lean).run(count)
 
 
 class _Fitting:

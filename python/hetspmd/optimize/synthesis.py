@@ -48,7 +48,8 @@ class Synthesis:
 
     ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. ``batches``: the step
     runs in micro-batches. ``earlier_prices``: where searches for programs that fit the memory begin; each of them
-    leaves its own there for the next. Raises InfeasibleError if no program can satisfy the constraints.
+    leaves its own there for the next. ``quick``: where no program that fits is found after a few searches, there is
+    another way to plan the step. Raises InfeasibleError if no program can satisfy the constraints.
     """
 
     theory: Theory
@@ -59,6 +60,7 @@ class Synthesis:
     thresholds: Thresholds = THRESHOLDS
     batches: MicroBatches | None = None
     earlier_prices: EarlierPrices = field(default_factory=EarlierPrices)
+    quick: bool = False
 
     def __post_init__(self) -> None:
         _ = self.searcher  # constraints that no program satisfies are told here
@@ -91,6 +93,7 @@ class Synthesis:
         searcher; itself for a step of one micro-batch, which has no loop."""
         if self.batches is None:
             return self
+        _ = self._models  # shared with the other
         other = copy.copy(self)
         object.__setattr__(other, "batches", replace(self.batches, repeated=repeated))
         return other
@@ -99,6 +102,7 @@ class Synthesis:
         """The same where the active devices run the loop in so many turns each; only their costs may be asked."""
         assert self.batches is not None
         other = copy.copy(self)
+        vars(other).pop("_models", None)
         object.__setattr__(other, "batches", in_own_turns(self.theory, self.batches, turns))
         return other
 
@@ -109,7 +113,20 @@ class Synthesis:
 
     def costs(self, active: tuple[int, ...]) -> CostModel:
         """The costs of instructions on these devices, and of collectives among them."""
-        return CostModel(self.theory, self.cluster.part(active), self.batches)
+        repeated = frozenset[int]() if self.batches is None else self.batches.repeated
+        models = self._models.setdefault(active, {})
+        if repeated not in models:
+            like = next(iter(models.values()), None)
+            if like is None or self.batches is None:
+                models[repeated] = CostModel(self.theory, self.cluster.part(active), self.batches)
+            else:
+                models[repeated] = like.repeating(self.batches)
+        return models[repeated]
+
+    @cached_property
+    def _models(self) -> dict[tuple[int, ...], dict[frozenset[int], CostModel]]:
+        """The costs that have been asked for, by devices and by the tensors whose collectives are in the loop."""
+        return {}
 
     def search(
         self,

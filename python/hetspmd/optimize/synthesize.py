@@ -99,7 +99,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     kinds = baselines(ctx, costs)
     tried = [*kinds.values(), *rounds.candidates]
     best = best_of(ctx, tried)
-    if best is None:
+    if best is None and not (ctx.quick and ctx.batches):  # there levels of ZeRO do the same
         tried += in_shards(ctx, costs, [*kinds.values(), *rounds.replaced])
         best = best_of(ctx, tried)
     if best is not None:

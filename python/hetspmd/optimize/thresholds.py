@@ -117,3 +117,6 @@ class Thresholds:
 
 THRESHOLDS: Final = Thresholds()
 """Those that are used."""
+
+QUICK: Final = Thresholds(prefetch_candidates=2)
+"""Those of a synthesis that is one of several, of which the best is taken (``micro_batches="auto"``)."""

@@ -30,6 +30,8 @@ class Line:
     profile: MemoryProfile
     lacking: Array
     """Bytes of each device."""
+    more: Array
+    """Bytes that each device holds more while the program is executed, where only that does not fit."""
     _held: dict[int, Index] = field(default_factory=dict)
 
     def paid(self, at: dict[Place, float]) -> float:
@@ -39,6 +41,20 @@ class Line:
     def part(self, capacity: Array) -> float:
         """The largest part of a device's memory that the program lacks."""
         return float((self.lacking / np.maximum(capacity, 1.0)).max())
+
+    def exceeded(self, capacity: Array, priced: Iterable[Place]) -> list[Place]:
+        """Where the program exceeds the capacity and there is no price yet: per device the peak of each of
+        :data:`WINDOWS` equal parts of the step. Were it the highest alone, the next program would only move it from
+        one layer to the next."""
+        known, profile, room = frozenset(priced), self.profile, capacity - self.more
+        places: dict[Place, None] = {}
+        for j in np.flatnonzero(profile.lacking(room) > 0).tolist():
+            held = profile.held[:, j]
+            for moments in np.array_split(np.arange(len(held)), min(WINDOWS, len(held))):
+                at = int(moments[held[moments].argmax()])
+                if held[at] > room[j]:
+                    places[int(profile.instruction[at]), j] = None
+        return [place for place in places if place not in known]
 
     def held(self, instruction: int) -> Index:
         """The most bytes that each device holds during an instruction."""
@@ -52,21 +68,6 @@ class Line:
         if one.rows == two.rows and one.moves == two.moves:
             return True
         return math.isclose(one.cost, two.cost) and np.allclose(self.lacking, other.lacking, rtol=ALIKE)
-
-
-def exceeded(profile: MemoryProfile, capacity: Array, priced: Iterable[Place]) -> list[Place]:
-    """Where a program exceeds the capacity and there is no price yet: per device the peak of each of
-    :data:`WINDOWS` equal parts of the step. Were it the highest alone, the next program would only move it from one
-    layer to the next."""
-    known = frozenset(priced)
-    places: dict[Place, None] = {}
-    for j in np.flatnonzero(profile.lacking(capacity) > 0).tolist():
-        held = profile.held[:, j]
-        for moments in np.array_split(np.arange(len(held)), min(WINDOWS, len(held))):
-            at = int(moments[held[moments].argmax()])
-            if held[at] > capacity[j]:
-                places[int(profile.instruction[at]), j] = None
-    return [place for place in places if place not in known]
 
 
 def dearest_prices(lines: list[Line], places: list[Place], capacity: Array, box: float) -> dict[Place, float]:
