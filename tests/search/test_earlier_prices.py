@@ -96,7 +96,7 @@ def test_devices_without_earlier_prices_are_searched_from_the_beginning(
 ) -> None:
     p = problem("stack")
     counted = Counted(p, monkeypatch)
-    counted.solve(0.75, (0, 1, 2, 3))
-    found, _ = counted.solve(0.72, (4, 5, 6, 7))
-    alone, _ = Counted(p, monkeypatch).solve(0.72)
+    counted.solve(0.8, (0, 1, 2, 3))
+    found, _ = counted.solve(0.75, (4, 5, 6, 7))
+    alone, _ = Counted(p, monkeypatch).solve(0.75)
     assert found.cost <= 1.03 * alone.cost
