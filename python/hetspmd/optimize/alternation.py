@@ -80,6 +80,8 @@ def alternate(
     while queue and not (ctx.quick and rounds.replaced and any(c.fits for c in rounds.candidates)):
         name, ratios = queue.pop(0)
         short = _rounds_from(ctx, costs, active, (name, ratios), within, rounds)
+        if ctx.quick and short and not rounds.candidates and _far(ctx, rounds.lacking):
+            break
         by = by_segment(by_memory(costs), segments) if short else first
         if (
             not queue
@@ -144,6 +146,12 @@ def _rounds_from(
         seen.add(key)
         ratios, before = better, result
     return short
+
+
+def _far(ctx: Synthesis, lacking: MemoryLimitError | None) -> bool:
+    """Whether some device lacks so much that no program fits at other ratios either."""
+    amounts = lacking.lacking.values() if lacking is not None else ()
+    return any(missing > ctx.thresholds.far_from_fitting * whole for missing, whole in amounts)
 
 
 def search_fitting(

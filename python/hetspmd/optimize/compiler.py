@@ -135,15 +135,13 @@ def compile_plan(
         count = asked.micro_batches if divided else 1
         prices = EarlierPrices()
 
-        def planned(theory: Theory, batches: MicroBatches | None) -> Plan:
-            return _in(_Compilation(theory, cluster, asked, clock, batches, prices))
-
-        def quickly(theory: Theory, batches: MicroBatches | None) -> Plan:
-            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, quick=True))
+        def planned(theory: Theory, batches: MicroBatches | None, quick: bool = False) -> Plan:
+            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, quick=quick))
 
         def lean(theory: Theory, batches: MicroBatches | None) -> bool:
             return _Compilation(theory, cluster, asked, clock, batches, prices).fits_leanest()
 
+        quickly = partial(planned, quick=True)
         try:
             if divided and blocks:
                 plan = fewest_recomputed(theory, blocks, cluster, count, planned, lean, quickly)

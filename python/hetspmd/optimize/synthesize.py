@@ -88,27 +88,27 @@ class _Subset:
 
 
 def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None) -> Outcome:
-    """The best candidate on all devices or on one of the ``subsets`` (default:
-    :func:`hetspmd.ratios.starts.device_subsets`).
+    """The best candidate on all devices or on one of the ``subsets`` (default: those that may be faster).
 
-    Raises InfeasibleError if no program satisfies the constraints, MemoryLimitError if none found fits,
-    SearchError if a limit struck before the first program was found.
+    Raises InfeasibleError, MemoryLimitError and SearchError as :func:`hetspmd.compile` does.
     """
     costs = ctx.costs(ctx.everyone)
     rounds = alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
     kinds = baselines(ctx, costs)
     tried = [*kinds.values(), *rounds.candidates]
     best = best_of(ctx, tried)
-    if best is None and not (ctx.quick and ctx.batches):  # there levels of ZeRO do the same
+    if best is None:
+        if ctx.quick:  # fewer devices have less memory; programs in shards are among ZeRO's levels
+            raise _none_fits(rounds.lacking)
         tried += in_shards(ctx, costs, [*kinds.values(), *rounds.replaced])
         best = best_of(ctx, tried)
     if best is not None:
         more = overlap_variants(ctx, costs, ctx.everyone, best, rounds)
         tried += more
         best = best_of(ctx, [best, *more])
-    seconds = {name: candidate.seconds for name, candidate in kinds.items()}
+    alone = {"fastest_device_alone": float(min(costs.alone()))}
+    seconds = {name: candidate.seconds for name, candidate in kinds.items()} | alone
     over = [name for name, candidate in kinds.items() if not candidate.fits]
-    seconds["fastest_device_alone"] = float(min(costs.alone()))
     winners = [] if best is None else [_Subset(costs, best, rounds)]
     lacking, left_out, replaced = rounds.lacking, list[LeftOut](), list(rounds.replaced)
     for ranks in device_subsets(costs) if subsets is None else subsets:

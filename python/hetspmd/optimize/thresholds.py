@@ -23,6 +23,10 @@ class Thresholds:
     memory_attempts: int = 4
     """Attempts at ratios whose whole units keep within the memory, and at programs that do on their way."""
 
+    far_from_fitting: float = 0.5
+    """The part of a device's memory that the nearest program lacks, from which on a quick synthesis tries no other
+    ratios."""
+
     bounded_again: float = 0.97
     """Times the bound of a device whose whole units were more than fits, for the next attempt: all of them together
     take a tenth off, which is more than a unit of most axes."""

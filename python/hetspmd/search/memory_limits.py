@@ -192,7 +192,7 @@ class _Lagrangian(Relaxation):
         self._at_uniform_prices(quick=True)
 
     def _from_uniform_prices(self) -> bool:
-        """Search at uniform prices and, if a program fits there, for a bound and for better ones; whether one does."""
+        """Search at uniform prices and, if a program fits there, for a bound and better ones. Whether one does."""
         fits = self._at_uniform_prices()
         if fits and not self.close():
             self._cutting_planes(self.lines[0].result.cost, BOUNDING)
