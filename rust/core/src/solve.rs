@@ -285,6 +285,15 @@ impl<'a, 't> Search<'a, 't> {
 
     /// Keeps a complete assignment if it is better than the incumbent.
     fn offer(&mut self, model: &Model, values: &[usize]) {
+        self.offer_at(model.evaluate(values), model, values);
+    }
+
+    /// [`Self::offer`] of an assignment whose scaled cost is known. Every step up to here kept all costs exactly, so
+    /// that what does not cost less than the incumbent need not be read.
+    fn offer_at(&mut self, scaled: i64, model: &Model, values: &[usize]) {
+        if self.best.as_ref().is_some_and(|(least, _)| scaled >= *least << self.built.shift) {
+            return;
+        }
         let mut labels = vec![0; self.trail.origins()];
         model.labels(values, &mut labels);
         self.trail.recover(&mut labels);
@@ -293,6 +302,7 @@ impl<'a, 't> Search<'a, 't> {
         let checked = verify(self.problem, &assignment);
         debug_assert!(checked.is_ok(), "{checked:?}");
         let Ok(cost) = checked else { return };
+        debug_assert_eq!(cost << self.built.shift, scaled);
         if self.best.as_ref().is_none_or(|(least, _)| cost < *least) {
             self.best = Some((cost, assignment));
             self.monitor.cost = Some(cost);
