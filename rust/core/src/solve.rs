@@ -19,7 +19,7 @@ mod parts;
 mod sweeps;
 
 use crate::build::Built;
-use crate::compact::compact;
+use crate::compact::{compact, reordered};
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
@@ -27,7 +27,6 @@ use crate::dominance::reduce;
 use crate::eliminate::{Trail, eliminate};
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
-use crate::order::small_frontier_order;
 use crate::problem::Problem;
 use crate::searcher::Searcher;
 use crate::solution::{Assignment, Solution, StopReason};
@@ -130,7 +129,7 @@ impl<'a, 't> Search<'a, 't> {
     }
 
     /// Searches a `model` of which few values live: it is reduced at once, without sweeps over all of it.
-    pub(crate) fn run_narrow(&mut self, whole: &Model) -> Solution {
+    pub(crate) fn run_narrow(&mut self, whole: Model) -> Solution {
         let order: Vec<usize> = (0..whole.vars.len()).collect();
         let mut model = compact(whole, &order);
         let end = self.search_reduced(&mut model);
@@ -185,7 +184,7 @@ impl<'a, 't> Search<'a, 't> {
     /// Reductions, then rounds of sweeps and joins of what is left.
     fn search_reduced(&mut self, model: &mut Model) -> Result<(), End> {
         reduce(model)?;
-        *model = compact(model, &small_frontier_order(model));
+        *model = reordered(std::mem::take(model));
         self.left = model.living_values();
         self.squeeze(model)?;
         let mut patience = PATIENCE_OF_REST;
@@ -200,7 +199,7 @@ impl<'a, 't> Search<'a, 't> {
                 let room = self.limit() - model.constant;
                 let go_on = || self.monitor.check().is_ok();
                 if let Some(keep) = contract(model, &mut self.trail, room, most, go_on)? {
-                    *model = compact(model, &keep);
+                    *model = compact(std::mem::take(model), &keep);
                     self.squeeze(model)?;
                     break;
                 }
@@ -234,10 +233,10 @@ impl<'a, 't> Search<'a, 't> {
         self.prune(model)?;
         loop {
             reduce(model)?;
-            *model = compact(model, &small_frontier_order(model));
+            *model = reordered(std::mem::take(model));
             let before = model.vars.len();
             let keep = eliminate(model, &mut self.trail, TABLE)?;
-            *model = compact(model, &keep);
+            *model = compact(std::mem::take(model), &keep);
             if model.constant > self.limit() {
                 return Err(End::Proven);
             }

@@ -27,7 +27,8 @@ struct Part {
 
 impl Part {
     fn new(whole: &Model, vars: Vec<usize>) -> Self {
-        let mut model = compact(whole, &vars);
+        let all: Vec<usize> = (0..vars.len()).collect();
+        let mut model = compact(whole.part(&vars), &all);
         model.constant = 0;
         model.fixed.clear();
         Self { vars, model, found: None, bound: 0, exact: false }
@@ -104,8 +105,9 @@ impl Search<'_, '_> {
         // Decide the components that are solved; go on with the others.
         let open: Vec<usize> =
             parts.iter().filter(|part| !part.exact).flat_map(|part| part.vars.clone()).collect();
-        let mut rest = compact(model, &open);
-        rest.constant = model.constant;
+        let constant = model.constant;
+        let mut rest = compact(std::mem::take(model), &open);
+        rest.constant = constant;
         for part in parts.iter().filter(|part| part.exact) {
             rest.constant += part.bound;
             part.decide(&mut rest.fixed);
