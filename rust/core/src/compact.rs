@@ -54,6 +54,12 @@ fn take_out<T: Copy>(list: &mut Vec<T>, places: &[usize]) {
 /// The compacted model over `keep` (in this order). Variables with one living value are always folded;
 /// other variables outside `keep` must not be adjacent to any in it. `constant` carries over.
 pub fn compact(mut model: Model, keep: &[usize]) -> Model {
+    for s in 0..model.vars.len() {
+        // What has changed is forgotten, so that what is left can be counted anew.
+        if model.vars[s].settled.is_some_and(|settled| settled != model.facing(s)) {
+            model.vars[s].settled = None;
+        }
+    }
     let mut position = vec![usize::MAX; model.vars.len()];
     let mut out = Model {
         constant: model.constant,
@@ -102,6 +108,9 @@ pub fn compact(mut model: Model, keep: &[usize]) -> Model {
         connect(&mut out, &mut model.edges, list, &kept);
     }
     out.index();
+    for s in 0..out.vars.len() {
+        out.vars[s].settled = out.vars[s].settled.map(|_| out.facing(s));
+    }
     out
 }
 
@@ -129,9 +138,23 @@ fn connect(out: &mut Model, edges: &mut [Edge], list: &[([usize; 2], usize, usiz
         out.edges.push(edge);
         return;
     }
+    for side in 0..2 {
+        if list.len() > 1 || list.iter().any(|&(_, e, first)| loses(&edges[e], side ^ first, values[side])) {
+            out.vars[ends[1 - side]].settled = None;
+        }
+    }
     let list: Vec<(usize, usize)> = list.iter().map(|&(_, e, first)| (e, first)).collect();
     let edge = join(edges, ends, &list, values);
     attach(out, edge);
+}
+
+/// Whether a class of a side that was not known to be dead has none of `values`.
+fn loses(edge: &Edge, side: usize, values: &[usize]) -> bool {
+    let mut seen = vec![false; edge.f[side].len()];
+    for &x in values {
+        seen[edge.class[side][x] as usize] = true;
+    }
+    edge.f[side].iter().zip(seen).any(|(&message, seen)| message < HALF && !seen)
 }
 
 /// Whether every class of a side has one of `values`.
@@ -163,6 +186,9 @@ fn edge_cost(edge: &Edge, x: usize, y: usize) -> i64 {
 fn fold(out: &mut Model, edge: &Edge, side: usize, z: usize, var: usize, kept: &Kept) {
     if var == usize::MAX {
         return;
+    }
+    if loses(edge, 1 - side, &[z]) {
+        out.vars[var].settled = None;
     }
     for (theta, &x) in out.vars[var].theta.iter_mut().zip(kept.of(var)) {
         let cost = if side == 0 { edge_cost(edge, x, z) } else { edge_cost(edge, z, x) };
@@ -336,7 +362,7 @@ mod tests {
     fn edges_that_keep_their_classes_are_taken_over_without_dead_values() {
         let table: &[&[i64]] = &[&[0, -1, 3], &[0, 5, -1]];
         let mut pair = model(&[&[0, 1], &[0, 2, 4]], &[(0, 1, table)]);
-        pair.vars[0] = Var { origin: 0, labels: vec![0, 1, 2], theta: vec![0, 9, 1] };
+        pair.vars[0] = Var { origin: 0, labels: vec![0, 1, 2], theta: vec![0, 9, 1], settled: None };
         pair.edges[0].class[0] = vec![0, 0, 1];
         let mut once = compact(pair, &[0, 1]);
         assert!(once.edges[0].distinct);

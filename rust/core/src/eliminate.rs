@@ -162,6 +162,9 @@ impl<'a> Work<'a> {
     /// Adds an edge, joined with one between the same ends.
     pub(crate) fn connect(&mut self, edge: Edge) {
         let [a, b] = edge.ends;
+        for end in edge.ends {
+            self.model.vars[end as usize].settled = None;
+        }
         let parallel = self.model.incident[a as usize]
             .iter()
             .copied()
@@ -193,7 +196,7 @@ impl<'a> Work<'a> {
     pub(crate) fn remove(&mut self, s: usize) -> Var {
         self.gone[s] = true;
         let var = &mut self.model.vars[s];
-        let empty = Var { origin: var.origin, labels: Vec::new(), theta: Vec::new() };
+        let empty = Var { origin: var.origin, ..Var::default() };
         std::mem::replace(var, empty)
     }
 
@@ -244,7 +247,9 @@ impl<'a> Work<'a> {
                     .chunks_exact(*columns)
                     .map(|row| row.iter().zip(&least).map(|(&e, &l)| e + l).min().unwrap_or(DEAD).min(DEAD))
                     .collect();
-                for (theta, &class) in self.model.vars[*end as usize].theta.iter_mut().zip(&*class) {
+                let neighbour = &mut self.model.vars[*end as usize];
+                neighbour.settled = None;
+                for (theta, &class) in neighbour.theta.iter_mut().zip(&*class) {
                     *theta = (*theta + marginal[class as usize]).min(DEAD);
                 }
             }

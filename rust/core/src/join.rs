@@ -133,7 +133,12 @@ impl Work<'_> {
         self.gone.push(false);
         self.model.incident.push(Vec::new());
         let labels = (0..best.len() as u32).collect();
-        self.model.vars.push(Var { origin, labels, theta: best.iter().map(|best| best.0).collect() });
+        self.model.vars.push(Var {
+            origin,
+            labels,
+            theta: best.iter().map(|best| best.0).collect(),
+            settled: None,
+        });
         for edge in moved {
             self.connect(drop_empty_classes(edge, new as u32));
         }

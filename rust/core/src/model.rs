@@ -28,6 +28,9 @@ pub struct Var {
     pub labels: Vec<u32>,
     /// Cost of each value.
     pub theta: Vec<i64>,
+    /// The number of living classes at the other ends of its edges ([`Model::facing`]) with which no value was
+    /// dominated; `None`: not known, or its edges have changed since. See [`crate::dominance`].
+    pub settled: Option<u32>,
 }
 
 impl Var {
@@ -125,6 +128,15 @@ impl Model {
                 self.incident[edge.ends[side] as usize].push((index as u32, side as u8));
             }
         }
+    }
+
+    /// Number of living classes at the other ends of the edges of a variable.
+    pub fn facing(&self, var: usize) -> u32 {
+        let living = |&(e, side): &(u32, u8)| {
+            let messages = &self.edges[e as usize].f[1 - side as usize];
+            messages.iter().filter(|&&message| message < HALF).count() as u32
+        };
+        self.incident[var].iter().map(living).sum()
     }
 
     /// Number of living values.

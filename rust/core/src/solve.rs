@@ -23,7 +23,7 @@ use crate::compact::{compact, reordered};
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
-use crate::dominance::reduce;
+use crate::dominance::{reduce, reduce_consistent};
 use crate::eliminate::{Trail, eliminate};
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
@@ -231,8 +231,8 @@ impl<'a, 't> Search<'a, 't> {
     /// Exact reductions and eliminations to their common fixpoint. `Err(Proven)`: no variable is left.
     fn squeeze(&mut self, model: &mut Model) -> Result<(), End> {
         self.prune(model)?;
+        reduce_consistent(model)?;
         loop {
-            reduce(model)?;
             *model = reordered(std::mem::take(model));
             let before = model.vars.len();
             let keep = eliminate(model, &mut self.trail, TABLE)?;
@@ -250,6 +250,7 @@ impl<'a, 't> Search<'a, 't> {
             if keep.len() == before {
                 return Ok(());
             }
+            reduce(model)?;
         }
     }
 

@@ -25,6 +25,7 @@ fn models(count: usize) -> impl Strategy<Value = Model> {
             origin: origin as u32,
             labels: (0..VALUES as u32).collect(),
             theta,
+            settled: None,
         };
         let mut model = Model { vars: theta.into_iter().enumerate().map(var).collect(), ..Model::default() };
         for (a, step, table) in edges {
