@@ -15,14 +15,13 @@ use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use hetspmd_search::build::build;
-use hetspmd_search::compact::compact;
+use hetspmd_search::compact::reordered;
 use hetspmd_search::control::{Limits, Monitor};
 use hetspmd_search::dominance::reduce;
 use hetspmd_search::eliminate::{Trail, eliminate};
 use hetspmd_search::join::contract;
 use hetspmd_search::messages::Messages;
 use hetspmd_search::model::Model;
-use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::trws::Sweeper;
 use hetspmd_search::validate::validate;
 use hetspmd_search::{Assignment, Problem, Searcher, Solution, astar, beam, solve};
@@ -36,7 +35,7 @@ fn built(problem: &Problem) -> Model {
 }
 
 fn ordered(model: &Model) -> Model {
-    compact(model, &small_frontier_order(model))
+    reordered(model.clone())
 }
 
 fn swept(mut model: Model, sweeps: usize) -> Model {

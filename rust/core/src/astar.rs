@@ -9,7 +9,7 @@ use std::collections::BinaryHeap;
 
 use crate::control::Monitor;
 use crate::frontier::plan;
-use crate::intern::Interner;
+use crate::intern::{self, Interner};
 use crate::model::Model;
 use crate::solution::StopReason;
 
@@ -84,13 +84,17 @@ pub fn search(model: &Model, slack: i64, budget: u64, monitor: &mut Monitor<'_>)
         let (state, next) = (before[level].keys.key(number), &mut after[0]);
         let step = &steps[level];
         step.costs(state, &mut costs);
+        step.append(state, 0, &mut key);
+        let start = intern::start(&key);
         for (x, &cost) in costs.iter().enumerate() {
             if cost > slack - f {
                 continue;
             }
-            step.append(state, x, &mut key);
+            if let (Some(last), Some(representative)) = (key.last_mut(), step.representative()) {
+                *last = representative[x];
+            }
             let new = Way { f: f + cost, parent: number as u32, value: x as u16, expanded: false };
-            let child = next.keys.intern(&key);
+            let child = next.keys.intern_after(start, &key);
             if child == next.ways.len() {
                 next.ways.push(new);
                 stored += 1;

@@ -7,7 +7,7 @@
 
 use crate::control::Monitor;
 use crate::frontier::plan;
-use crate::intern::Interner;
+use crate::intern::{self, Interner};
 use crate::model::Model;
 use crate::solution::StopReason;
 
@@ -37,6 +37,39 @@ struct State {
     value: u16,
 }
 
+/// Of the values that lead from one state to the same state the cheapest, in the order of the first of them.
+#[derive(Default)]
+struct Cheapest {
+    found: Vec<(u16, State)>,
+    /// Per kind of value its place in `found` + 1, 0 for none.
+    place: Vec<u32>,
+}
+
+impl Cheapest {
+    /// Forgets what was found; kinds are less than `kinds` from now on.
+    fn clear(&mut self, kinds: usize) {
+        for (kind, _) in self.found.drain(..) {
+            self.place[kind as usize] = 0;
+        }
+        if self.place.len() < kinds {
+            self.place.resize(kinds, 0);
+        }
+    }
+
+    fn add(&mut self, kind: u16, new: State) {
+        let place = &mut self.place[kind as usize];
+        if *place == 0 {
+            self.found.push((kind, new));
+            *place = self.found.len() as u32;
+        } else {
+            let known = &mut self.found[*place as usize - 1].1;
+            if new.f < known.f {
+                *known = new;
+            }
+        }
+    }
+}
+
 /// Searches `model` with at most `width` states a layer.
 ///
 /// # Errors
@@ -50,7 +83,7 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
     let (mut known, mut kept) = (Interner::new(0), Interner::new(0));
     let mut history: Vec<Vec<(u32, u16)>> = Vec::with_capacity(steps.len());
     let mut dropped = i64::MAX;
-    let (mut costs, mut key, mut cheapest) = (Vec::new(), Vec::new(), Vec::<(u16, State)>::new());
+    let (mut costs, mut key, mut cheapest) = (Vec::new(), Vec::new(), Cheapest::default());
     let mut expanded = 0usize;
     for step in &steps {
         let mut next: Vec<(State, u32)> = Vec::new();
@@ -65,8 +98,7 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
             }
             let state_key = keys.key(number as usize);
             step.costs(state_key, &mut costs);
-            // Of the values that lead to one state the cheapest, in the order of the first of them.
-            cheapest.clear();
+            cheapest.clear(costs.len());
             for (x, &cost) in costs.iter().enumerate() {
                 if cost > slack - state.f {
                     continue;
@@ -77,18 +109,16 @@ pub fn beam(model: &Model, slack: i64, width: usize, monitor: &mut Monitor<'_>) 
                 }
                 let new = State { f: state.f + cost, parent: parent as u32, value: x as u16 };
                 let kind = representative.map_or(0, |representative| representative[x]);
-                match cheapest.iter_mut().find(|(other, _)| *other == kind) {
-                    None => cheapest.push((kind, new)),
-                    Some((_, known)) if new.f < known.f => *known = new,
-                    Some(_) => {}
-                }
+                cheapest.add(kind, new);
             }
             step.carry(state_key, &mut key);
-            let carried = key.len();
-            for &(kind, new) in &cheapest {
-                key.truncate(carried);
-                key.extend(representative.map(|_| kind));
-                let number = known.intern(&key);
+            key.extend(representative.map(|_| 0));
+            let start = intern::start(&key);
+            for &(kind, new) in &cheapest.found {
+                if representative.is_some() {
+                    key[step.width() - 1] = kind;
+                }
+                let number = known.intern_after(start, &key);
                 if number == next.len() {
                     next.push((new, number as u32));
                 } else if new.f < next[number].0.f {

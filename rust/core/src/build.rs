@@ -140,7 +140,7 @@ impl Built {
     fn add_var(&mut self, count: usize, meaning: Meaning) -> usize {
         let origin = self.model.vars.len();
         let labels = (0..count as u32).collect();
-        self.model.vars.push(Var { origin: origin as u32, labels, theta: vec![0; count] });
+        self.model.vars.push(Var { origin: origin as u32, labels, theta: vec![0; count], settled: None });
         self.meaning.push(meaning);
         origin
     }

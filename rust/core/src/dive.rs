@@ -12,13 +12,19 @@ pub const PATIENCE: u64 = 1_000;
 
 struct Dive<'a> {
     model: &'a Model,
-    alive: Vec<Vec<bool>>,
+    /// Per value of every variable; where those of each begin, and one more.
+    alive: Vec<bool>,
+    starts: Vec<usize>,
     /// Living values per variable.
     left: Vec<u32>,
-    /// Living values per class, per edge and side.
-    counts: Vec<[Vec<u32>; 2]>,
+    /// Living values per class of every side of every edge; where those of each begin.
+    counts: Vec<u32>,
+    places: Vec<[usize; 2]>,
     trail: Vec<(u32, u32)>,
     queue: Vec<(u32, u8)>,
+    /// Kept for their memory.
+    best: Vec<i64>,
+    score: Vec<i64>,
 }
 
 /// A feasible assignment (value index per variable), or `None` if there is none or `patience` dead
@@ -68,60 +74,78 @@ pub fn dive<E>(
             }
         }
     }
-    let chosen = |alive: &Vec<bool>| alive.iter().position(|&alive| alive).unwrap_or(0);
-    Ok(Some(dive.alive.iter().map(chosen).collect()))
+    let chosen = |var| dive.alive(var).iter().position(|&alive| alive).unwrap_or(0);
+    Ok(Some((0..model.vars.len()).map(chosen).collect()))
 }
 
 impl<'a> Dive<'a> {
     fn new(model: &'a Model) -> Self {
-        let alive: Vec<Vec<bool>> =
-            model.vars.iter().map(|var| var.theta.iter().map(|&theta| theta < HALF).collect()).collect();
-        let left = alive
-            .iter()
-            .map(|alive: &Vec<bool>| alive.iter().filter(|&&alive| alive).count() as u32)
-            .collect();
-        let count = |edge: &crate::model::Edge| {
-            [0, 1].map(|side| {
-                let mut counts = vec![0; edge.f[side].len()];
-                for (&class, &alive) in edge.class[side].iter().zip(&alive[edge.ends[side] as usize]) {
-                    counts[class as usize] += u32::from(alive);
+        let (mut alive, mut starts, mut left) = (Vec::new(), Vec::new(), Vec::new());
+        for var in &model.vars {
+            starts.push(alive.len());
+            alive.extend(var.theta.iter().map(|&theta| theta < HALF));
+            left.push(var.living().count() as u32);
+        }
+        starts.push(alive.len());
+        let mut counts = Vec::new();
+        let mut places = Vec::with_capacity(model.edges.len());
+        for edge in &model.edges {
+            places.push([0, 1].map(|side| {
+                let place = counts.len();
+                counts.resize(place + edge.f[side].len(), 0);
+                let living = &alive[starts[edge.ends[side] as usize]..];
+                for (&class, &alive) in edge.class[side].iter().zip(living) {
+                    counts[place + class as usize] += u32::from(alive);
                 }
-                counts
-            })
-        };
-        let counts = model.edges.iter().map(count).collect();
-        Self { model, alive, left, counts, trail: Vec::new(), queue: Vec::new() }
+                place
+            }));
+        }
+        let (trail, queue, best, score) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { model, alive, starts, left, counts, places, trail, queue, best, score }
+    }
+
+    fn alive(&self, var: usize) -> &[bool] {
+        &self.alive[self.starts[var]..self.starts[var + 1]]
+    }
+
+    /// Living values per class of a side of an edge.
+    fn counts(&self, e: u32, side: usize) -> &[u32] {
+        let place = self.places[e as usize][side];
+        &self.counts[place..place + self.model.edges[e as usize].f[side].len()]
     }
 
     /// Living values of `var`, the cheapest last; equal scores: the lowest index last.
-    fn candidates(&self, var: usize) -> Vec<u32> {
+    fn candidates(&mut self, var: usize) -> Vec<u32> {
         if self.left[var] == 1 {
-            return self.alive[var].iter().position(|&alive| alive).map(|x| x as u32).into_iter().collect();
+            return self.alive(var).iter().position(|&alive| alive).map(|x| x as u32).into_iter().collect();
         }
-        let mut score = self.model.vars[var].theta.clone();
+        let (mut score, mut best) = (std::mem::take(&mut self.score), std::mem::take(&mut self.best));
+        score.clone_from(&self.model.vars[var].theta);
         for &(e, side) in &self.model.incident[var] {
             let (edge, side) = (&self.model.edges[e as usize], side as usize);
-            let counts = &self.counts[e as usize];
-            let best: Vec<i64> = (0..edge.f[side].len())
-                .map(|c| {
-                    let living = (0..edge.f[1 - side].len()).filter(|&b| counts[1 - side][b] > 0);
-                    let least = living.map(|b| edge.f[1 - side][b] + edge.cost(side, c, b)).min();
-                    (edge.f[side][c] + least.unwrap_or(HALF)).min(HALF)
-                })
-                .collect();
+            let counts = self.counts(e, 1 - side);
+            let others = counts.len();
+            best.clear();
+            best.extend(edge.f[side].iter().zip(edge.w[side].chunks_exact(others)).map(|(&own, row)| {
+                let living =
+                    counts.iter().zip(row).zip(&edge.f[1 - side]).filter(|&((&count, _), _)| count > 0);
+                let least = living.map(|((_, &cost), &message)| message + cost).min();
+                (own + least.unwrap_or(HALF)).min(HALF)
+            }));
             for (score, &class) in score.iter_mut().zip(&edge.class[side]) {
                 *score = (*score + best[class as usize]).min(HALF);
             }
         }
-        let mut candidates: Vec<u32> =
-            (0..score.len() as u32).filter(|&x| self.alive[var][x as usize]).collect();
-        candidates.sort_by_key(|&x| std::cmp::Reverse((score[x as usize], x)));
+        let living = self.alive(var).iter().zip(0..).filter(|&(&alive, _)| alive);
+        let mut candidates: Vec<u32> = living.map(|(_, x)| x).collect();
+        candidates.sort_unstable_by_key(|&x| std::cmp::Reverse((score[x as usize], x)));
+        (self.score, self.best) = (score, best);
         candidates
     }
 
     fn assign(&mut self, var: usize, x: usize) -> bool {
-        for other in 0..self.alive[var].len() {
-            if other != x && self.alive[var][other] {
+        for other in 0..self.alive(var).len() {
+            if other != x && self.alive[self.starts[var] + other] {
                 self.remove(var, other);
             }
         }
@@ -129,12 +153,12 @@ impl<'a> Dive<'a> {
     }
 
     fn remove(&mut self, var: usize, x: usize) {
-        self.alive[var][x] = false;
+        self.alive[self.starts[var] + x] = false;
         self.left[var] -= 1;
         self.trail.push((var as u32, x as u32));
         for &(e, side) in &self.model.incident[var] {
             let class = self.model.edges[e as usize].class[side as usize][x];
-            let count = &mut self.counts[e as usize][side as usize][class as usize];
+            let count = &mut self.counts[self.places[e as usize][side as usize] + class as usize];
             *count -= 1;
             if *count == 0 {
                 self.queue.push((e, side));
@@ -145,22 +169,23 @@ impl<'a> Dive<'a> {
     /// Removes values without support; false if a variable empties.
     fn propagate(&mut self) -> bool {
         let model = self.model;
-        let mut doomed = Vec::new();
+        let (mut lost, mut doomed) = (Vec::new(), Vec::new());
         while let Some((e, side)) = self.queue.pop() {
             let (edge, other) = (&model.edges[e as usize], 1 - side as usize);
-            let counts = &self.counts[e as usize];
-            let supported = |c: usize| {
-                (0..counts[1 - other].len())
-                    .any(|b| counts[1 - other][b] > 0 && edge.cost(other, c, b) < HALF)
-            };
-            let lost: Vec<bool> =
-                (0..counts[other].len()).map(|c| counts[other][c] > 0 && !supported(c)).collect();
             let end = edge.ends[other] as usize;
-            doomed.clear();
-            let pairs = self.alive[end].iter().zip(&edge.class[other]).enumerate();
-            doomed.extend(pairs.filter(|&(_, (&alive, &c))| alive && lost[c as usize]).map(|(x, _)| x));
-            for &x in &doomed {
-                self.remove(end, x);
+            let support = self.counts(e, 1 - other);
+            let rows = edge.w[other].chunks_exact(support.len());
+            lost.clear();
+            lost.extend(self.counts(e, other).iter().zip(rows).map(|(&count, row)| {
+                count > 0 && !support.iter().zip(row).any(|(&count, &cost)| count > 0 && cost < HALF)
+            }));
+            if lost.contains(&true) {
+                doomed.clear();
+                let pairs = self.alive(end).iter().zip(&edge.class[other]).enumerate();
+                doomed.extend(pairs.filter(|&(_, (&alive, &c))| alive && lost[c as usize]).map(|(x, _)| x));
+                for &x in &doomed {
+                    self.remove(end, x);
+                }
             }
             if self.left[end] == 0 {
                 self.queue.clear();
@@ -173,11 +198,11 @@ impl<'a> Dive<'a> {
     fn undo(&mut self, mark: usize) {
         while self.trail.len() > mark {
             let Some((var, x)) = self.trail.pop() else { return };
-            self.alive[var as usize][x as usize] = true;
+            self.alive[self.starts[var as usize] + x as usize] = true;
             self.left[var as usize] += 1;
             for &(e, side) in &self.model.incident[var as usize] {
                 let class = self.model.edges[e as usize].class[side as usize][x as usize];
-                self.counts[e as usize][side as usize][class as usize] += 1;
+                self.counts[self.places[e as usize][side as usize] + class as usize] += 1;
             }
         }
     }

@@ -150,20 +150,21 @@ impl<'a> Work<'a> {
         ends.map(|&(e, side)| self.model.edges[e as usize].ends[1 - side as usize] as usize).collect()
     }
 
-    /// Takes edge `e` out of the model.
-    pub(crate) fn detach(&mut self, e: u32) {
+    /// Takes edge `e` out of the model. What is left is recognised by its lack of classes when the work is done.
+    pub(crate) fn detach(&mut self, e: u32) -> Edge {
         let ends = self.model.edges[e as usize].ends;
         for end in ends {
             self.model.incident[end as usize].retain(|&(other, _)| other != e);
         }
-        // Recognised by its lack of classes when the work is done.
-        let empty = Edge::new([ends[0], ends[0]], [vec![], vec![]], [vec![], vec![]], vec![]);
-        self.model.edges[e as usize] = empty;
+        std::mem::take(&mut self.model.edges[e as usize])
     }
 
     /// Adds an edge, joined with one between the same ends.
     pub(crate) fn connect(&mut self, edge: Edge) {
         let [a, b] = edge.ends;
+        for end in edge.ends {
+            self.model.vars[end as usize].settled = None;
+        }
         let parallel = self.model.incident[a as usize]
             .iter()
             .copied()
@@ -175,7 +176,7 @@ impl<'a> Work<'a> {
                 self.model.edges.push(edge);
                 let all = |end: u32| (0..self.model.vars[end as usize].theta.len()).collect::<Vec<_>>();
                 let list = [(old as usize, side as usize), (new, 0)];
-                let joined = join(self.model, [a as usize, b as usize], &list, [&all(a), &all(b)]);
+                let joined = join(&self.model.edges, [a as usize, b as usize], &list, [&all(a), &all(b)]);
                 self.model.edges.pop();
                 self.detach(old);
                 joined
@@ -195,7 +196,7 @@ impl<'a> Work<'a> {
     pub(crate) fn remove(&mut self, s: usize) -> Var {
         self.gone[s] = true;
         let var = &mut self.model.vars[s];
-        let empty = Var { origin: var.origin, labels: Vec::new(), theta: Vec::new() };
+        let empty = Var { origin: var.origin, ..Var::default() };
         std::mem::replace(var, empty)
     }
 
@@ -209,14 +210,7 @@ impl<'a> Work<'a> {
                 return Ok(false);
             }
         }
-        let edges: Vec<Edge> = incident
-            .iter()
-            .map(|&(e, _)| {
-                let edge = self.model.edges[e as usize].clone();
-                self.detach(e);
-                edge
-            })
-            .collect();
+        let edges: Vec<Edge> = incident.iter().map(|&(e, _)| self.detach(e)).collect();
         let var = self.remove(s);
         // Per neighbour: `[its class][own class]`, the cost of the edge.
         let mut tables = Vec::with_capacity(2);
@@ -253,7 +247,9 @@ impl<'a> Work<'a> {
                     .chunks_exact(*columns)
                     .map(|row| row.iter().zip(&least).map(|(&e, &l)| e + l).min().unwrap_or(DEAD).min(DEAD))
                     .collect();
-                for (theta, &class) in self.model.vars[*end as usize].theta.iter_mut().zip(&*class) {
+                let neighbour = &mut self.model.vars[*end as usize];
+                neighbour.settled = None;
+                for (theta, &class) in neighbour.theta.iter_mut().zip(&*class) {
                     *theta = (*theta + marginal[class as usize]).min(DEAD);
                 }
             }
@@ -325,7 +321,7 @@ mod tests {
             let whole = ring(length, 7);
             let (mut model, mut trail) = (whole.clone(), Trail::new(length));
             let keep = eliminate(&mut model, &mut trail, 1).unwrap();
-            let model = compact(&model, &keep);
+            let model = compact(model, &keep);
             let (least, _) = minimum(&whole).unwrap();
             assert_eq!(solved(&whole, &model, &trail), (least, least));
         }

@@ -12,59 +12,58 @@
 //! A partial program is stored as one representative value per open variable: the first of the values
 //! with the same classes on the edges still open.
 
+use crate::intern::Interner;
 use crate::model::{HALF, Model};
 
 /// An edge to an earlier variable.
-struct Back {
+struct Back<'a> {
     /// Slot of the earlier variable in the state before this step.
     slot: usize,
     /// Class of the earlier variable's value.
-    slot_class: Vec<u16>,
+    slot_class: &'a [u16],
     /// Class of the new variable's value.
-    class: Vec<u16>,
+    class: &'a [u16],
     /// `[earlier class][new class]`: edge cost less the marginal counted before.
     extra: Vec<i64>,
     columns: usize,
 }
 
 /// Everything needed to append one variable.
-pub struct Step {
+pub struct Step<'a> {
     base: Vec<i64>,
-    back: Vec<Back>,
-    /// Per slot after the step: the slot before (or `usize::MAX`: the new variable) and the
-    /// representative of each value.
-    slots: Vec<(usize, Vec<u16>)>,
+    back: Vec<Back<'a>>,
+    /// Per slot after the step that an earlier variable has: the slot before, and the representative of each value
+    /// where an edge has closed (else the state has it already).
+    kept: Vec<(usize, Option<Vec<u16>>)>,
+    /// The representative of each value of the new variable, in the last slot; `None`: it is not open.
+    new: Option<Vec<u16>>,
 }
 
-impl Step {
+impl Step<'_> {
     /// The state after appending value `x` to `state`.
     pub fn append(&self, state: &[u16], x: usize, key: &mut Vec<u16>) {
-        key.clear();
-        for (source, representative) in &self.slots {
-            let value = if *source == usize::MAX { x as u16 } else { state[*source] };
-            key.push(representative[value as usize]);
-        }
+        self.carry(state, key);
+        key.extend(self.new.as_ref().map(|representative| representative[x]));
     }
 
     /// [`Self::append`] for all values alike, but for the value itself where it stays open ([`Self::representative`]).
     pub fn carry(&self, state: &[u16], key: &mut Vec<u16>) {
         key.clear();
-        let kept = self.slots.iter().filter(|(source, _)| *source != usize::MAX);
-        key.extend(kept.map(|(source, representative)| representative[state[*source] as usize]));
+        key.extend(self.kept.iter().map(|(source, representative)| {
+            let value = state[*source];
+            representative.as_ref().map_or(value, |representative| representative[value as usize])
+        }));
     }
 
     /// What stands, behind all others, for each value of the new variable in the states after the step; `None`: it
     /// is not open.
     pub fn representative(&self) -> Option<&[u16]> {
-        self.slots
-            .last()
-            .filter(|(source, _)| *source == usize::MAX)
-            .map(|(_, representative)| &representative[..])
+        self.new.as_deref()
     }
 
     /// Number of open variables after the step.
     pub fn width(&self) -> usize {
-        self.slots.len()
+        self.kept.len() + usize::from(self.new.is_some())
     }
 
     /// Cost of appending each value of the new variable to a state.
@@ -74,7 +73,7 @@ impl Step {
         for back in &self.back {
             let class = back.slot_class[state[back.slot] as usize] as usize;
             let extra = &back.extra[class * back.columns..(class + 1) * back.columns];
-            for (cost, &class) in costs.iter_mut().zip(&back.class) {
+            for (cost, &class) in costs.iter_mut().zip(back.class) {
                 *cost = (*cost + extra[class as usize]).min(HALF);
             }
         }
@@ -82,7 +81,7 @@ impl Step {
 }
 
 /// The steps of a model, in its order.
-pub fn plan(model: &Model) -> Vec<Step> {
+pub fn plan(model: &Model) -> Vec<Step<'_>> {
     let mut live: Vec<usize> = Vec::new();
     let mut marginal = Vec::new();
     let mut steps = Vec::with_capacity(model.vars.len());
@@ -110,19 +109,24 @@ pub fn plan(model: &Model) -> Vec<Step> {
                 );
             }
             let slot = live.iter().position(|&live| live == other).unwrap_or(0);
-            let (class, slot_class) = (edge.class[side].clone(), edge.class[1 - side].clone());
+            let (class, slot_class) = (&edge.class[side][..], &edge.class[1 - side][..]);
             back.push(Back { slot, slot_class, class, extra, columns });
         }
         let mut next = Vec::new();
-        let mut slots = Vec::new();
-        for (slot, &open) in live.iter().enumerate().chain(std::iter::once((usize::MAX, &s))) {
-            if let Some(representative) = representatives(model, open, s) {
+        let mut kept = Vec::new();
+        for (slot, &open) in live.iter().enumerate() {
+            if !back.iter().any(|back: &Back| back.slot == slot) {
                 next.push(open);
-                slots.push((slot, representative));
+                kept.push((slot, None));
+            } else if let Some(representative) = representatives(model, open, s) {
+                next.push(open);
+                kept.push((slot, Some(representative)));
             }
         }
+        let new = representatives(model, s, s);
+        next.extend(new.as_ref().map(|_| s));
         live = next;
-        steps.push(Step { base, back, slots });
+        steps.push(Step { base, back, kept, new });
     }
     steps
 }
@@ -139,9 +143,19 @@ fn representatives(model: &Model, var: usize, last: usize) -> Option<Vec<u16>> {
     if open.is_empty() {
         return None;
     }
-    let same = |x: usize, y: usize| open.iter().all(|class| class[x] == class[y]);
-    let first = |x: usize| (0..x).find(|&y| same(x, y)).unwrap_or(x) as u16;
-    Some((0..model.vars[var].theta.len()).map(first).collect())
+    let mut kinds = Interner::new(open.len());
+    let mut first: Vec<u16> = Vec::new();
+    let mut key = Vec::with_capacity(open.len());
+    let representative = |x: usize| {
+        key.clear();
+        key.extend(open.iter().map(|class| class[x]));
+        let kind = kinds.intern(&key);
+        if kind == first.len() {
+            first.push(x as u16);
+        }
+        first[kind]
+    };
+    Some((0..model.vars[var].theta.len()).map(representative).collect())
 }
 
 #[cfg(test)]

@@ -49,12 +49,18 @@ impl Interner {
     /// The number of `key`; it is new if that was [`Self::len`] before.
     #[inline]
     pub fn intern(&mut self, key: &[u16]) -> usize {
+        self.intern_after(start(key), key)
+    }
+
+    /// [`Self::intern`] of a key whose [`start`] is known, as that of keys which differ in the last value only.
+    #[inline]
+    pub fn intern_after(&mut self, start: u64, key: &[u16]) -> usize {
         debug_assert_eq!(key.len(), self.width);
         if self.count * 2 >= self.slots.len() {
             self.grow();
         }
         let mask = self.slots.len() - 1;
-        let mut slot = hash(key) as usize & mask;
+        let mut slot = finish(start, key) as usize & mask;
         loop {
             match self.slots[slot] {
                 0 => break,
@@ -73,7 +79,8 @@ impl Interner {
         self.slots.clear();
         self.slots.resize(size, 0);
         for number in 0..self.count {
-            let mut slot = hash(self.key(number)) as usize & (size - 1);
+            let key = self.key(number);
+            let mut slot = finish(start(key), key) as usize & (size - 1);
             while self.slots[slot] != 0 {
                 slot = (slot + 1) & (size - 1);
             }
@@ -82,14 +89,27 @@ impl Interner {
     }
 }
 
+/// What the hash of a key is made of before its last value: four values at a time are multiplied and folded.
+#[inline]
+pub fn start(key: &[u16]) -> u64 {
+    let key = &key[..key.len().saturating_sub(1)];
+    let (fours, rest) = key.as_chunks::<4>();
+    let word = |four: &[u16; 4]| four.iter().rev().fold(0, |word, &part| word << 16 | u64::from(part));
+    let state = fours.iter().fold(0x51_7c_c1_b7, |state, four| step(state, word(four)));
+    rest.iter().fold(state, |state, &part| step(state, u64::from(part)))
+}
+
+/// The hash of a key from its [`start`] and its last value.
+#[inline]
+fn finish(start: u64, key: &[u16]) -> u64 {
+    step(start, key.last().map_or(0, |&last| u64::from(last)))
+}
+
 /// Multiply and fold; the high bits come down because slots use the low ones.
 #[inline]
-fn hash(key: &[u16]) -> u64 {
-    let step = |state: u64, &part: &u16| {
-        let product = (state ^ u64::from(part)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        product ^ product >> 29
-    };
-    key.iter().fold(0x51_7c_c1_b7, step)
+fn step(state: u64, part: u64) -> u64 {
+    let product = (state ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    product ^ product >> 32
 }
 
 #[cfg(test)]
@@ -107,6 +127,20 @@ mod tests {
         }
         assert_eq!(interner.len(), 1000);
         assert_eq!(interner.key(999), key(999));
+    }
+
+    #[test]
+    fn keys_of_every_width_are_told_apart() {
+        for width in 1..11 {
+            let mut interner = Interner::new(width);
+            let key = |i: usize| (0..width).map(|part| u16::from(part == i)).collect::<Vec<_>>();
+            for i in 0..width {
+                assert_eq!(interner.intern(&key(i)), i);
+            }
+            let start = start(&key(width));
+            assert_eq!(interner.intern_after(start, &key(width)), width);
+            assert_eq!(interner.intern_after(start, &key(width - 1)), width - 1);
+        }
     }
 
     #[test]

@@ -115,8 +115,7 @@ impl Work<'_> {
         let mut moved = Vec::new();
         for (old, second) in [(s, false), (t, true)] {
             for (e, side) in self.model.incident[old].clone() {
-                let mut edge = self.model.edges[e as usize].clone();
-                self.detach(e);
+                let mut edge = self.detach(e);
                 let side = side as usize;
                 let value = |&(_, x, y): &(i64, u16, u16)| if second { y } else { x };
                 let class = &edge.class[side];
@@ -134,7 +133,12 @@ impl Work<'_> {
         self.gone.push(false);
         self.model.incident.push(Vec::new());
         let labels = (0..best.len() as u32).collect();
-        self.model.vars.push(Var { origin, labels, theta: best.iter().map(|best| best.0).collect() });
+        self.model.vars.push(Var {
+            origin,
+            labels,
+            theta: best.iter().map(|best| best.0).collect(),
+            settled: None,
+        });
         for edge in moved {
             self.connect(drop_empty_classes(edge, new as u32));
         }
@@ -154,13 +158,12 @@ fn drop_empty_classes(edge: Edge, end: u32) -> Edge {
     class[side] = class[side].iter().map(|c| used.partition_point(|other| other < c) as u16).collect();
     f[side] = used.iter().map(|&c| f[side][c as usize]).collect();
     // `table` has the classes of `end` as rows.
-    let flipped = Edge::new(
-        [ends[side], ends[1 - side]],
-        [class[side].clone(), class[1 - side].clone()],
-        [f[side].clone(), f[1 - side].clone()],
-        table,
-    );
-    if side == 0 { flipped } else { Edge { ends, class, f, w: [flipped.w[1].clone(), flipped.w[0].clone()] } }
+    if side == 1 {
+        class.reverse();
+        f.reverse();
+    }
+    let edge = Edge::new([ends[side], ends[1 - side]], class, f, table);
+    if side == 0 { edge } else { edge.flipped() }
 }
 
 /// How a variable looks from all its edges but one.
@@ -218,9 +221,9 @@ mod tests {
         let (mut model, mut trail) = (whole.clone(), Trail::new(4));
         assert_eq!(eliminate(&mut model, &mut trail, 100).unwrap().len(), 4);
         let keep = contract(&mut model, &mut trail, 1000, 100, || true).unwrap().unwrap();
-        model = compact(&model, &keep);
+        model = compact(model, &keep);
         let keep = eliminate(&mut model, &mut trail, 1000).unwrap();
-        model = compact(&model, &keep);
+        model = compact(model, &keep);
         assert_eq!(solved(&whole, &model, &trail), (1 + 4 + 9, 14));
     }
 

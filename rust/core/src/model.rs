@@ -20,7 +20,7 @@ pub const DEAD: i64 = 1 << 61;
 pub const HALF: i64 = 1 << 60;
 
 /// A variable: its living and dead values and where they come from.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Var {
     /// Index of the variable in the model as built.
     pub origin: u32,
@@ -28,6 +28,9 @@ pub struct Var {
     pub labels: Vec<u32>,
     /// Cost of each value.
     pub theta: Vec<i64>,
+    /// The number of living classes at the other ends of its edges ([`Model::facing`]) with which no value was
+    /// dominated; `None`: not known, or its edges have changed since. See [`crate::dominance`].
+    pub settled: Option<u32>,
 }
 
 impl Var {
@@ -38,7 +41,7 @@ impl Var {
 }
 
 /// An edge; see the module documentation.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Edge {
     /// The two variables.
     pub ends: [u32; 2],
@@ -48,6 +51,8 @@ pub struct Edge {
     pub f: [Vec<i64>; 2],
     /// `w[0]` is row-major `[c0][c1]`, `w[1]` its transpose.
     pub w: [Vec<i64>; 2],
+    /// Known: no two classes of a side have rows that are equal up to a constant, and each side has two or more.
+    pub distinct: bool,
 }
 
 impl Edge {
@@ -56,7 +61,17 @@ impl Edge {
         let (rows, columns) = (f[0].len(), f[1].len());
         let transposed = (0..columns).flat_map(|c| (0..rows).map(move |r| (r, c)));
         let transposed = transposed.map(|(r, c)| table[r * columns + c]).collect();
-        Self { ends, class, f, w: [table, transposed] }
+        Self { ends, class, f, w: [table, transposed], distinct: false }
+    }
+
+    /// The same edge with its sides exchanged.
+    #[must_use]
+    pub fn flipped(mut self) -> Self {
+        self.ends.reverse();
+        self.class.reverse();
+        self.f.reverse();
+        self.w.reverse();
+        self
     }
 
     /// `w(own, other)` seen from `side`.
@@ -106,7 +121,8 @@ pub struct Wipeout {
 impl Model {
     /// Recomputes `incident` from `edges`.
     pub fn index(&mut self) {
-        self.incident = vec![Vec::new(); self.vars.len()];
+        self.incident.iter_mut().for_each(Vec::clear);
+        self.incident.resize_with(self.vars.len(), Vec::new);
         for (index, edge) in self.edges.iter().enumerate() {
             for side in 0..2 {
                 self.incident[edge.ends[side] as usize].push((index as u32, side as u8));
@@ -114,9 +130,40 @@ impl Model {
         }
     }
 
+    /// Number of living classes at the other ends of the edges of a variable.
+    pub fn facing(&self, var: usize) -> u32 {
+        let living = |&(e, side): &(u32, u8)| {
+            let messages = &self.edges[e as usize].f[1 - side as usize];
+            messages.iter().filter(|&&message| message < HALF).count() as u32
+        };
+        self.incident[var].iter().map(living).sum()
+    }
+
     /// Number of living values.
     pub fn living_values(&self) -> usize {
         self.vars.iter().map(|var| var.living().count()).sum()
+    }
+
+    /// The model of `vars` (ascending) and the edges between them, with the same constant and nothing fixed.
+    #[must_use]
+    pub fn part(&self, vars: &[usize]) -> Self {
+        let mut position = vec![u32::MAX; self.vars.len()];
+        let mut part = Self { constant: self.constant, ..Self::default() };
+        for (&old, new) in vars.iter().zip(0..) {
+            position[old] = new;
+            part.vars.push(self.vars[old].clone());
+        }
+        for &old in vars {
+            for &(e, side) in &self.incident[old] {
+                let edge = &self.edges[e as usize];
+                let ends = edge.ends.map(|end| position[end as usize]);
+                if side == 0 && !ends.contains(&u32::MAX) {
+                    part.edges.push(Edge { ends, ..edge.clone() });
+                }
+            }
+        }
+        part.index();
+        part
     }
 
     /// Bytes of its values and tables, about.

@@ -5,12 +5,11 @@
 //! starts.
 
 use crate::build::{Built, build};
-use crate::compact::compact;
+use crate::compact::reordered;
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::messages::Messages;
 use crate::model::{HALF, Model, Wipeout};
-use crate::order::small_frontier_order;
 use crate::problem::Problem;
 use crate::solution::{Assignment, Solution};
 use crate::solve::Search;
@@ -42,8 +41,7 @@ impl Searcher {
         let built = build(&checked)?;
         let total = checked.total_cost;
         let mut model = built.model.clone();
-        let base = arc_consistency(&mut model, 0..built.model.vars.len(), |_| {})
-            .map(|()| compact(&model, &small_frontier_order(&model)));
+        let base = arc_consistency(&mut model, 0..built.model.vars.len(), |_| {}).map(|()| reordered(model));
         Ok(Self { problem, total, built, base, messages: None })
     }
 
@@ -116,7 +114,7 @@ impl Searcher {
             return Ok(search.infeasible(conflict));
         };
         if forbidden.is_some() && is_narrow(&model) {
-            return Ok(search.run_narrow(&model));
+            return Ok(search.run_narrow(model));
         }
         let shift = built.shift;
         let before = messages.as_ref().filter(|messages| messages.fit(shift));

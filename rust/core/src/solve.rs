@@ -19,15 +19,14 @@ mod parts;
 mod sweeps;
 
 use crate::build::Built;
-use crate::compact::compact;
+use crate::compact::{compact, reordered};
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
-use crate::dominance::reduce;
+use crate::dominance::{reduce, reduce_consistent};
 use crate::eliminate::{Trail, eliminate};
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
-use crate::order::small_frontier_order;
 use crate::problem::Problem;
 use crate::searcher::Searcher;
 use crate::solution::{Assignment, Solution, StopReason};
@@ -130,7 +129,7 @@ impl<'a, 't> Search<'a, 't> {
     }
 
     /// Searches a `model` of which few values live: it is reduced at once, without sweeps over all of it.
-    pub(crate) fn run_narrow(&mut self, whole: &Model) -> Solution {
+    pub(crate) fn run_narrow(&mut self, whole: Model) -> Solution {
         let order: Vec<usize> = (0..whole.vars.len()).collect();
         let mut model = compact(whole, &order);
         let end = self.search_reduced(&mut model);
@@ -185,7 +184,7 @@ impl<'a, 't> Search<'a, 't> {
     /// Reductions, then rounds of sweeps and joins of what is left.
     fn search_reduced(&mut self, model: &mut Model) -> Result<(), End> {
         reduce(model)?;
-        *model = compact(model, &small_frontier_order(model));
+        *model = reordered(std::mem::take(model));
         self.left = model.living_values();
         self.squeeze(model)?;
         let mut patience = PATIENCE_OF_REST;
@@ -200,7 +199,7 @@ impl<'a, 't> Search<'a, 't> {
                 let room = self.limit() - model.constant;
                 let go_on = || self.monitor.check().is_ok();
                 if let Some(keep) = contract(model, &mut self.trail, room, most, go_on)? {
-                    *model = compact(model, &keep);
+                    *model = compact(std::mem::take(model), &keep);
                     self.squeeze(model)?;
                     break;
                 }
@@ -232,12 +231,12 @@ impl<'a, 't> Search<'a, 't> {
     /// Exact reductions and eliminations to their common fixpoint. `Err(Proven)`: no variable is left.
     fn squeeze(&mut self, model: &mut Model) -> Result<(), End> {
         self.prune(model)?;
+        reduce_consistent(model)?;
         loop {
-            reduce(model)?;
-            *model = compact(model, &small_frontier_order(model));
+            *model = reordered(std::mem::take(model));
             let before = model.vars.len();
             let keep = eliminate(model, &mut self.trail, TABLE)?;
-            *model = compact(model, &keep);
+            *model = compact(std::mem::take(model), &keep);
             if model.constant > self.limit() {
                 return Err(End::Proven);
             }
@@ -251,6 +250,7 @@ impl<'a, 't> Search<'a, 't> {
             if keep.len() == before {
                 return Ok(());
             }
+            reduce(model)?;
         }
     }
 
@@ -285,6 +285,15 @@ impl<'a, 't> Search<'a, 't> {
 
     /// Keeps a complete assignment if it is better than the incumbent.
     fn offer(&mut self, model: &Model, values: &[usize]) {
+        self.offer_at(model.evaluate(values), model, values);
+    }
+
+    /// [`Self::offer`] of an assignment whose scaled cost is known. Every step up to here kept all costs exactly, so
+    /// that what does not cost less than the incumbent need not be read.
+    fn offer_at(&mut self, scaled: i64, model: &Model, values: &[usize]) {
+        if self.best.as_ref().is_some_and(|(least, _)| scaled >= *least << self.built.shift) {
+            return;
+        }
         let mut labels = vec![0; self.trail.origins()];
         model.labels(values, &mut labels);
         self.trail.recover(&mut labels);
@@ -293,6 +302,7 @@ impl<'a, 't> Search<'a, 't> {
         let checked = verify(self.problem, &assignment);
         debug_assert!(checked.is_ok(), "{checked:?}");
         let Ok(cost) = checked else { return };
+        debug_assert_eq!(cost << self.built.shift, scaled);
         if self.best.as_ref().is_none_or(|(least, _)| cost < *least) {
             self.best = Some((cost, assignment));
             self.monitor.cost = Some(cost);

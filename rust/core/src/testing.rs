@@ -11,6 +11,7 @@ pub fn model(theta: &[&[i64]], edges: &[(usize, usize, &[&[i64]])]) -> Model {
         origin: origin as u32,
         labels: (0..theta.len() as u32).collect(),
         theta: theta.to_vec(),
+        settled: None,
     };
     let mut model = Model { vars: theta.iter().enumerate().map(var).collect(), ..Model::default() };
     for &(a, b, table) in edges {

@@ -16,6 +16,10 @@
 //! A sweep touches every class and every message twice and computes little with each, so its time is that of memory.
 //! [`Sweeper`] therefore has a copy of what sweeps read and change, in the order in which they visit it: one array of
 //! unary costs, one of classes, one of messages; and one table for all edges that have the same.
+//!
+//! Its tables hold costs plus [`BIAS`], so that no sum of a cost and a message is negative: the bits of such integers
+//! are ordered as those of the floating-point numbers that they encode, of which two or more are compared by one
+//! instruction on every processor (64-bit integers are not). Nothing is ever calculated with these numbers.
 
 use rustc_hash::FxHashMap;
 
@@ -23,6 +27,12 @@ use crate::model::{DEAD, HALF, Model, Wipeout};
 
 /// Entries of tables visited before the clock is looked at.
 const WORK_BETWEEN_LOOKS: usize = 1 << 22;
+
+/// Added to the costs in tables: messages of living classes are larger than `-BIAS`, and [`DEAD`] twice, with it, is
+/// smaller than the encoding of infinity.
+const BIAS: i64 = DEAD;
+/// Classes whose marginals are found together.
+const LANES: usize = 4;
 
 /// Direction of a half-sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +55,7 @@ struct Side {
     classes: usize,
     other: usize,
     others: usize,
-    /// The costs `[other class][own class]`.
+    /// The costs, with [`BIAS`]: for [`LANES`] own classes after the other those with each class of the other end.
     table: usize,
 }
 
@@ -60,9 +70,9 @@ pub struct Sweeper {
     f: Vec<i64>,
     /// Per edge of the model: where its messages begin.
     edges: Vec<[usize; 2]>,
-    tables: Vec<i64>,
+    tables: Vec<[i64; LANES]>,
     constant: i64,
-    delta: Vec<i64>,
+    delta: Vec<[i64; LANES]>,
 }
 
 impl Sweeper {
@@ -80,7 +90,7 @@ impl Sweeper {
             constant: 0,
             delta: Vec::new(),
         };
-        let mut known: FxHashMap<&[i64], usize> = FxHashMap::default();
+        let mut known: FxHashMap<(usize, &[i64]), usize> = FxHashMap::default();
         let (mut values, mut messages) = (0, 0);
         for (s, var) in model.vars.iter().enumerate() {
             found.vars.push([values, found.sides.len()]);
@@ -92,16 +102,16 @@ impl Sweeper {
                     *places = [messages, messages + edge.f[0].len()];
                     messages = places[1] + edge.f[1].len();
                 }
-                let table = &edge.w[1 - side][..];
-                let place = *known.entry(table).or_insert(found.tables.len());
+                let (table, classes) = (&edge.w[1 - side][..], edge.f[side].len());
+                let place = *known.entry((classes, table)).or_insert(found.tables.len());
                 if place == found.tables.len() {
-                    found.tables.extend_from_slice(table);
+                    append_table(&mut found.tables, table, classes);
                 }
                 found.sides.push(Side {
                     up: edge.ends[1 - side] as usize > s,
                     class: found.class.len(),
                     own: places[side],
-                    classes: edge.f[side].len(),
+                    classes,
                     other: places[1 - side],
                     others: edge.f[1 - side].len(),
                     table: place,
@@ -196,7 +206,8 @@ impl Sweeper {
             ahead += usize::from(side.up == (direction == Direction::Forward));
             work += side.classes * side.others;
             side.marginal(&self.f, &self.tables, &mut self.delta);
-            for (delta, message) in self.delta.iter_mut().zip(side.messages(&mut self.f)) {
+            let delta = self.delta.as_flattened_mut();
+            for (delta, message) in delta.iter_mut().zip(side.messages(&mut self.f)) {
                 if *message >= HALF || *delta >= HALF {
                     *message = DEAD;
                     *delta = DEAD;
@@ -207,7 +218,7 @@ impl Sweeper {
                 }
             }
             for (theta, &class) in theta.iter_mut().zip(&self.class[side.class..]) {
-                *theta = (*theta + self.delta[class as usize]).min(DEAD);
+                *theta = (*theta + delta[class as usize]).min(DEAD);
             }
         }
         let least = theta.iter().copied().min().unwrap_or(0);
@@ -232,23 +243,25 @@ impl Sweeper {
                 continue;
             }
             self.delta.clear();
-            self.delta.resize(side.classes, DEAD);
+            self.delta.resize(side.classes.div_ceil(LANES), [DEAD; LANES]);
+            let delta = self.delta.as_flattened_mut();
             for (&theta, &class) in theta.iter().zip(&self.class[side.class..]) {
-                let least = &mut self.delta[class as usize];
+                let least = &mut delta[class as usize];
                 *least = (*least).min(theta);
             }
-            for (least, message) in self.delta.iter_mut().zip(side.messages(&mut self.f)) {
-                if *least >= HALF {
+            divide(delta, share);
+            let dead = HALF / share;
+            for (least, message) in delta.iter_mut().zip(side.messages(&mut self.f)) {
+                if *least > dead {
                     *message = DEAD;
                     *least = 0;
                 } else {
-                    *least /= share;
                     *message += *least;
                 }
             }
             for (theta, &class) in theta.iter_mut().zip(&self.class[side.class..]) {
                 if *theta < HALF {
-                    *theta -= self.delta[class as usize];
+                    *theta -= delta[class as usize];
                 }
             }
             share -= 1;
@@ -263,16 +276,46 @@ impl Side {
     }
 
     /// `into[c] = min over classes b of the other end of f_other(b) + w(c, b)`, for each own class.
-    fn marginal(&self, f: &[i64], tables: &[i64], into: &mut Vec<i64>) {
-        into.clear();
-        into.resize(self.classes, 2 * DEAD);
+    fn marginal(&self, f: &[i64], tables: &[[i64; LANES]], into: &mut Vec<[i64; LANES]>) {
+        let count = self.classes.div_ceil(LANES);
         let messages = &f[self.other..self.other + self.others];
-        let table = &tables[self.table..self.table + self.classes * self.others];
-        for (row, &message) in table.chunks_exact(self.classes).zip(messages) {
-            for (least, &cost) in into.iter_mut().zip(row) {
-                *least = (*least).min(message + cost);
+        into.clear();
+        for place in (0..count).map(|k| self.table + k * self.others) {
+            let costs = &tables[place..place + self.others];
+            let mut least = [f64::from_bits((2 * DEAD + BIAS) as u64); LANES];
+            for (&message, costs) in messages.iter().zip(costs) {
+                for (least, cost) in least.iter_mut().zip(costs) {
+                    debug_assert!(message + cost > 0);
+                    let sum = f64::from_bits((message + cost) as u64);
+                    *least = if sum < *least { sum } else { *least };
+                }
             }
+            into.push(least.map(|least| least.to_bits() as i64 - BIAS));
         }
+    }
+}
+
+/// Appends a table `[other class][own class]` as [`Side::table`] is laid out.
+fn append_table(tables: &mut Vec<[i64; LANES]>, table: &[i64], classes: usize) {
+    for first in (0..classes).step_by(LANES) {
+        let lanes = first..classes.min(first + LANES);
+        tables.extend(table.chunks_exact(classes).map(|row| {
+            let mut costs = [DEAD + BIAS; LANES];
+            costs.iter_mut().zip(&row[lanes.clone()]).for_each(|(cost, &own)| *cost = own + BIAS);
+            costs
+        }));
+    }
+}
+
+/// Divides numbers, none of them negative, and rounds down; by small ones without instructions that divide.
+fn divide(numbers: &mut [i64], by: i64) {
+    match by {
+        1 => {}
+        2 => numbers.iter_mut().for_each(|number| *number >>= 1),
+        3 => numbers.iter_mut().for_each(|number| *number = (*number as u64 / 3) as i64),
+        4 => numbers.iter_mut().for_each(|number| *number >>= 2),
+        5 => numbers.iter_mut().for_each(|number| *number = (*number as u64 / 5) as i64),
+        _ => numbers.iter_mut().for_each(|number| *number /= by),
     }
 }
 

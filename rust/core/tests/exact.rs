@@ -119,7 +119,7 @@ proptest! {
         }
         prop_assert_eq!(minimum(&model), least);
         let order = small_frontier_order(&model);
-        prop_assert_eq!(minimum(&compact(&model, &order)), least);
+        prop_assert_eq!(minimum(&compact(model.clone(), &order)), least);
     }
 
     #[test]
@@ -145,7 +145,7 @@ proptest! {
                     break;
                 }
                 let order = small_frontier_order(&model);
-                model = compact(&model, &order);
+                model = compact(model, &order);
                 prop_assert_eq!(minimum(&model), least);
             }
         }

@@ -3,14 +3,13 @@
 
 use hetspmd_search::astar::{self, Outcome};
 use hetspmd_search::beam::beam;
-use hetspmd_search::compact::compact;
+use hetspmd_search::compact::{compact, reordered};
 use hetspmd_search::control::{Limits, Monitor};
 use hetspmd_search::dive::dive;
 use hetspmd_search::dominance::reduce;
 use hetspmd_search::eliminate::{Trail, eliminate};
 use hetspmd_search::join::contract;
 use hetspmd_search::model::{DEAD, Edge, HALF, Model, Var};
-use hetspmd_search::order::small_frontier_order;
 use hetspmd_search::trws::sweep;
 use proptest::prelude::*;
 
@@ -26,6 +25,7 @@ fn models(count: usize) -> impl Strategy<Value = Model> {
             origin: origin as u32,
             labels: (0..VALUES as u32).collect(),
             theta,
+            settled: None,
         };
         let mut model = Model { vars: theta.into_iter().enumerate().map(var).collect(), ..Model::default() };
         for (a, step, table) in edges {
@@ -60,7 +60,7 @@ proptest! {
     fn exact_searches_agree_with_exhaustive_search(model in models(6), sweeps in 0..4usize, width in 1..40usize) {
         let least = minimum(&model);
         let top = 1 << 40;
-        let mut model = compact(&model, &small_frontier_order(&model));
+        let mut model = reordered(model);
         if (0..sweeps).any(|_| sweep(&mut model, top, || true).is_err()) {
             prop_assert_eq!(least, None);
             return Ok(());
@@ -107,20 +107,20 @@ proptest! {
             prop_assert_eq!(least, None);
             return Ok(());
         }
-        model = compact(&model, &small_frontier_order(&model));
+        model = reordered(model);
         let mut trail = Trail::new(whole.vars.len());
         for _ in 0..40 {
             let Ok(keep) = eliminate(&mut model, &mut trail, most) else {
                 prop_assert_eq!(least, None);
                 return Ok(());
             };
-            model = compact(&model, &keep);
+            model = compact(model, &keep);
             prop_assert!(least.is_none_or(|least| model.constant <= least));
             if reduce(&mut model).is_err() {
                 prop_assert_eq!(least, None);
                 return Ok(());
             }
-            model = compact(&model, &small_frontier_order(&model));
+            model = reordered(model);
             if model.vars.is_empty() {
                 break;
             }
@@ -132,10 +132,10 @@ proptest! {
                 prop_assert_eq!(least, None);
                 return Ok(());
             }
-            model = compact(&model, &small_frontier_order(&model));
+            model = reordered(model);
             let room = limit - model.constant;
             match contract(&mut model, &mut trail, room, 1 << 14, || true) {
-                Ok(Some(keep)) => model = compact(&model, &keep),
+                Ok(Some(keep)) => model = compact(model, &keep),
                 Ok(None) => {}
                 Err(_) => {
                     prop_assert_eq!(least, None);

@@ -18,23 +18,25 @@ struct Part {
     vars: Vec<usize>,
     /// With constant 0 and nothing fixed but what it fixed itself.
     model: Model,
-    values: Option<Vec<usize>>,
-    /// Lower bound above the constant; the cost of `values` if `exact`.
+    /// An assignment and its cost.
+    found: Option<(Vec<usize>, i64)>,
+    /// Lower bound above the constant; the cost of what was found if `exact`.
     bound: i64,
     exact: bool,
 }
 
 impl Part {
     fn new(whole: &Model, vars: Vec<usize>) -> Self {
-        let mut model = compact(whole, &vars);
+        let all: Vec<usize> = (0..vars.len()).collect();
+        let mut model = compact(whole.part(&vars), &all);
         model.constant = 0;
         model.fixed.clear();
-        Self { vars, model, values: None, bound: 0, exact: false }
+        Self { vars, model, found: None, bound: 0, exact: false }
     }
 
     /// Appends its decisions.
     fn decide(&self, fixed: &mut Vec<(u32, u32)>) {
-        let Some(values) = &self.values else { return };
+        let Some((values, _)) = &self.found else { return };
         let chosen = self.model.vars.iter().zip(values);
         fixed.extend(chosen.map(|(var, &x)| (var.origin, var.labels[x])));
     }
@@ -60,7 +62,7 @@ impl Search<'_, '_> {
                 return Err(End::Proven);
             }
             part.exact = beam.is_exact();
-            part.values = beam.best.map(|(values, _)| values);
+            part.found = beam.best;
             part.bound = beam.bound;
             bound += part.bound;
             self.raise(bound);
@@ -83,7 +85,7 @@ impl Search<'_, '_> {
             match outcome {
                 Outcome::Solved(values, cost) => {
                     part.bound = cost;
-                    part.values = Some(values);
+                    part.found = Some((values, cost));
                     part.exact = true;
                 }
                 Outcome::Exhausted => return Err(End::Proven),
@@ -103,8 +105,9 @@ impl Search<'_, '_> {
         // Decide the components that are solved; go on with the others.
         let open: Vec<usize> =
             parts.iter().filter(|part| !part.exact).flat_map(|part| part.vars.clone()).collect();
-        let mut rest = compact(model, &open);
-        rest.constant = model.constant;
+        let constant = model.constant;
+        let mut rest = compact(std::mem::take(model), &open);
+        rest.constant = constant;
         for part in parts.iter().filter(|part| part.exact) {
             rest.constant += part.bound;
             part.decide(&mut rest.fixed);
@@ -115,12 +118,13 @@ impl Search<'_, '_> {
 
     /// Offers the program that the parts make up, if each has one.
     fn offer_parts(&mut self, model: &Model, parts: &[Part]) {
-        if parts.iter().all(|part| part.values.is_some()) {
+        let costs = parts.iter().map(|part| part.found.as_ref().map(|&(_, cost)| cost));
+        if let Some(cost) = costs.sum::<Option<i64>>() {
             let mut fixed = model.fixed.clone();
             for part in parts {
                 part.decide(&mut fixed);
             }
-            self.offer(&Model { fixed, ..Model::default() }, &[]);
+            self.offer_at(model.constant + cost, &Model { fixed, ..Model::default() }, &[]);
         }
     }
 }
