@@ -16,7 +16,7 @@ use super::{End, Search};
 struct Part {
     /// Its variables in the whole model.
     vars: Vec<usize>,
-    /// With constant 0 and nothing fixed but what it fixed itself.
+    /// With constant 0 and nothing fixed: each of its variables has several values.
     model: Model,
     /// An assignment and its cost.
     found: Option<(Vec<usize>, i64)>,
@@ -29,8 +29,8 @@ impl Part {
     fn new(whole: &Model, vars: Vec<usize>) -> Self {
         let all: Vec<usize> = (0..vars.len()).collect();
         let mut model = compact(whole.part(&vars), &all);
+        debug_assert!(model.fixed.is_empty() && model.constant == whole.constant);
         model.constant = 0;
-        model.fixed.clear();
         Self { vars, model, found: None, bound: 0, exact: false }
     }
 
@@ -51,6 +51,11 @@ impl Search<'_, '_> {
         width: u64,
         budget: u64,
     ) -> Result<i64, End> {
+        // A value that is the only one left is decided here, with its costs: a part knows nothing of the constant.
+        while model.vars.iter().any(|var| var.living().count() == 1) {
+            let all: Vec<usize> = (0..model.vars.len()).collect();
+            *model = compact(std::mem::take(model), &all);
+        }
         let mut parts: Vec<Part> = components(model).into_iter().map(|vars| Part::new(model, vars)).collect();
         // A layer keeps about 100 bytes per state while it lasts and 8 for good.
         let room = self.monitor.limits().memory / (200 + 16 * model.vars.len() as u64);
