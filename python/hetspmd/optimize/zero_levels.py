@@ -63,16 +63,15 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     if level is not None:
         ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
         return ctx, _at_level(ctx, level)
-    levels = {} if batches is None else _levels(ctx)
+    levels = _Levels(ctx)
     # A program that holds no more than one whose collectives are outside of the loop has them in it.
-    leave_out = batches is not None and (1 in levels and not levels[1].fits)
+    leave_out = batches is not None and (first := levels.at(1)) is not None and not first.fits
     outcome, lacking = (None, None) if leave_out else _planned(ctx)
     if outcome is not None and not memory_is_short(outcome.considered, outcome.best.seconds):
-        return ctx, _beside(outcome, levels)
-    levels = levels or _levels(ctx)
-    outcome = None if outcome is None else _beside(outcome, levels)
+        return ctx, outcome if batches is None else _beside(outcome, levels.every())
+    outcome = None if outcome is None else _beside(outcome, levels.every())
     in_loop, missing = (None, None) if batches is None else _planned(ctx.with_repeated(_repeated(ctx)))
-    leanest = [c for n, c in levels.items() if n == _LEANEST]
+    leanest = [c for c in (levels.at(_LEANEST),) if c is not None]
     taken_out = [_taken_out(c) for c in ([in_loop.best] if in_loop else []) + leanest]
     best = best_of(ctx, [c for c in taken_out if c is not None])
     if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
@@ -85,7 +84,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     ways = {"outside of the loop": outcome, "in the loop": in_loop} if batches else {"": outcome}
     considered = [c for way, one in ways.items() if one for c in _among(one.considered, way)]
     iterations = next((one.iterations for one in (in_loop, outcome) if one), ())
-    beside = outcome or _beside(_known_kinds(ctx, best, in_loop), levels)
+    beside = outcome or _beside(_known_kinds(ctx, best, in_loop), levels.every())
     return best.evaluator.ctx, replace(
         beside, best=best, iterations=iterations, considered=instead(considered, _taken(best))
     )
@@ -160,17 +159,25 @@ def fits_leanest(ctx: Synthesis) -> bool:
     return any(candidate.fits for candidate in reversed(_level(ctx, _LEANEST)))
 
 
-def _levels(ctx: Synthesis) -> dict[int, Candidate]:
+class _Levels:
     """Data parallelism with parameters in shards, by the level of ZeRO: the best of its ways to store them that
-    fits, else the first."""
-    candidates: dict[int, Candidate] = {}
-    for level in _LEVELS:
-        if level == 2 and ctx.batches is None:  # there it is level 1
-            continue
-        ways = _level(ctx, level)
-        if ways:
-            candidates[level] = best_of(ctx, ways) or ways[-1]
-    return candidates
+    fits, else the last. Each is searched when it is asked for."""
+
+    def __init__(self, ctx: Synthesis) -> None:
+        self._ctx, self._found = ctx, dict[int, Candidate | None]()
+
+    def at(self, level: int) -> Candidate | None:
+        """That of a level; None where the constraints exclude it, or it is the level before."""
+        if level == 2 and self._ctx.batches is None:  # there it is level 1
+            return None
+        if level not in self._found:
+            ways = _level(self._ctx, level)
+            self._found[level] = (best_of(self._ctx, ways) or ways[-1]) if ways else None
+        return self._found[level]
+
+    def every(self) -> dict[int, Candidate]:
+        """Those of all levels that there are."""
+        return {level: c for level in _LEVELS if (c := self.at(level)) is not None}
 
 
 def _level(ctx: Synthesis, level: int) -> list[Candidate]:
