@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.placement import PARTIAL
 from hetspmd.program.buckets import Bucket
+from hetspmd.program.dataflow import compute_keys
 from hetspmd.program.level_layout import LevelKey
 from hetspmd.program.levels import (
     Across,
@@ -22,7 +23,6 @@ from hetspmd.program.levels import (
     carried,
     keys_of,
     provider,
-    rows_of,
 )
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
@@ -57,6 +57,14 @@ class Sum:
     late: bool
 
 
+def aliases(theory: Theory) -> frozenset[int]:
+    """The instructions whose rule says that they make views (kept with the theory)."""
+    kept: frozenset[int] | None = vars(theory).get("_aliases")
+    if kept is None:
+        kept = vars(theory)["_aliases"] = frozenset(i for i, rule in theory.rules.items() if rule.alias)
+    return kept
+
+
 class Liveness:
     """What the steps hold, in the order in which they are told by :meth:`communicate` and :meth:`compute`.
 
@@ -85,6 +93,11 @@ class Liveness:
         self._ready: dict[int, int] = {}  # value -> where its collective is waited for
         self._trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
         self._late = False
+        self._told, self._sources, self._aliases = (
+            compute_keys(theory.graph),
+            theory.graph.sources,
+            aliases(theory),
+        )
 
     def hold(self, key: LevelKey, steps: int) -> None:
         """A value that is there from the beginning to the end, behind the last of so many ``steps``."""
@@ -112,23 +125,51 @@ class Liveness:
         """An instruction runs at step ``at`` of ``steps``; what a source makes is there from the beginning to the
         end."""
         self._late = late
-        graph = self.theory.graph
-        instruction = graph.instructions[step.instruction]
-        rows = rows_of(step)
-        read = keys_of(instruction.inputs, *(row.pre for row in rows))
-        bases = [self._read(key, at, late=late) for key in read]
-        rule = self.theory.rules.get(step.instruction)
-        base = bases[0] if rule is not None and rule.alias and bases else None
-        if base is not None and instruction.op == _RESHAPE:
-            shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
-            base = None if graph.tensors[instruction.outputs[0]].nbytes > shown else base
-        for key in keys_of(instruction.outputs, *(row.post for row in rows)):
-            if key[0] < 0:
-                continue
-            if instruction.is_source:
-                self.hold(key, steps)
+        read, made = self._keys(step)
+        values, started, slices, last = self._values, self._started, self._slices, self.last
+        base = first = None
+        for key in read:
+            value = values.get(key)
+            if value is None or value in started or key in slices:
+                value = self._read(key, at, late=late)
             else:
+                owner = self.storage[value]
+                if last[owner] < at:
+                    last[owner] = at
+            if first is None:
+                first, base = key, value
+        instruction = step.instruction
+        if instruction in self._sources:
+            for key in made:
+                self.hold(key, steps)
+            return
+        if base is not None and not self._shows(instruction, base):
+            base = None
+        for key in made:
+            if key not in values:
                 self._add(key, at, at, base)
+
+    def _shows(self, instruction: int, base: int) -> bool:
+        """Whether what an instruction makes is a view of a value."""
+        if instruction not in self._aliases:
+            return False
+        graph = self.theory.graph
+        node = graph.instructions[instruction]
+        if node.op != _RESHAPE:
+            return True
+        shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
+        return graph.tensors[node.outputs[0]].nbytes <= shown
+
+    def _keys(self, step: Compute | Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
+        """What a computation reads, and what it makes, in the forms of each level."""
+        if isinstance(step, Compute):
+            _, read, made = self._told(step)
+            return read, made
+        instruction = self.theory.graph.instructions[step.instruction]
+        made_too = keys_of(instruction.outputs, step.outer.post, step.inner.post)
+        return keys_of(instruction.inputs, step.outer.pre, step.inner.pre), tuple(
+            key for key in made_too if key[0] >= 0
+        )
 
     def leave(self, forward: Iterable[LevelKey], backward: Iterable[LevelKey], steps: int) -> None:
         """What the graphs leave behind is held to the end, and so is what no step waits for."""
@@ -160,7 +201,8 @@ class Liveness:
         if base != key and late and key in self._slices:
             self._add(key, self._sliced.get(key, self._ready.get(value, self.born[value])), at)
             value = self._values[key]
-        self._sliced.setdefault(key, at)
+        if key in self._slices:
+            self._sliced.setdefault(key, at)
         owner = self.storage[value]
         self.last[owner] = max(self.last[owner], at)
         if value in self._started:

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_tur
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.levels import FlatKey
 from hetspmd.program.loop_steps import loop_order, loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Compute, Program
@@ -191,22 +193,15 @@ class Holdings:
         moments = steps + 1 + len(updates)
         after = [instructions[-1] if instructions else 0] * (moments - steps)
         self.instruction: Index = np.array(instructions + after, dtype=np.int64)
-        own = [v for v in range(len(live.sizes)) if live.storage[v] == v]
-        spans = [
-            HeldValue(
-                live.sizes[v][0],
-                live.sizes[v][1],
-                live.born[v],
-                live.last[v] + 1 if live.last[v] < steps else moments,
-            )
-            for v in own
-        ]
+        own = [v for v, storage in enumerate(live.storage) if storage == v]
+        first, end = list(live.born), [last + 1 if last < steps else moments for last in live.last]
+        more: list[HeldValue] = []
         if self._batches is not None:
             values = loop_steps(graph, self._batches, self._program).values
-            spans = held_in_turns(
-                self._batches, live, dict(zip(own, spans, strict=True)), instructions, values
-            )
-        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in spans]
+            more = held_in_turns(self._batches, live, (own, first, end), instructions, values)
+        of = self._places.of_keys([cast(FlatKey, live.sizes[v]) for v in own])
+        held = [(axis, nbytes, first[v], end[v]) for (axis, nbytes), v in zip(of, own, strict=True)]
+        held += [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
         for tensor, form in updates:
             axis, elements = axis_of(self.theory, tensor, form), graph.tensors[tensor].numel
             held.append((axis, elements * optimizer_bytes, 0, moments))

@@ -35,6 +35,13 @@ def writes(graph: Graph, step: Scheduled) -> tuple[Key, ...]:
     return tuple((m.tensor, m.target) for m in step.members)
 
 
+class _Kept(dict[int, "ComputeKeys"]):
+    """What computations read and write, by the id of the step: no part of copies of its graph."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 class ComputeKeys(NamedTuple):
     """A computation, and what it reads and writes."""
 
@@ -46,7 +53,7 @@ class ComputeKeys(NamedTuple):
 def compute_keys(graph: Graph) -> Callable[[Compute], ComputeKeys]:
     """What computations of a graph read and write. It is told once for each object of a step, which programs of one
     search share, and kept with the graph."""
-    kept: dict[int, ComputeKeys] = vars(graph).setdefault("_compute_keys", {})
+    kept: _Kept = vars(graph).setdefault("_compute_keys", _Kept())
 
     def keys(step: Compute) -> ComputeKeys:
         told = kept.get(id(step))
