@@ -26,6 +26,7 @@ from hetspmd.program.levels import (
 )
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 
 Move = Communicate | InsideCollective | Across
 """A collective of one tensor."""
@@ -63,6 +64,13 @@ def aliases(theory: Theory) -> frozenset[int]:
     if kept is None:
         kept = vars(theory)["_aliases"] = frozenset(i for i, rule in theory.rules.items() if rule.alias)
     return kept
+
+
+def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
+    """What a computation reads, and what it makes."""
+    node, outer, inner = graph.instructions[step.instruction], step.outer, step.inner
+    made = keys_of(node.outputs, outer.post, inner.post)
+    return keys_of(node.inputs, outer.pre, inner.pre), tuple(key for key in made if key[0] >= 0)
 
 
 class Liveness:
@@ -125,51 +133,48 @@ class Liveness:
         """An instruction runs at step ``at`` of ``steps``; what a source makes is there from the beginning to the
         end."""
         self._late = late
-        read, made = self._keys(step)
-        values, started, slices, last = self._values, self._started, self._slices, self.last
-        base = first = None
+        read: tuple[LevelKey, ...]
+        made: tuple[LevelKey, ...]
+        if isinstance(step, Compute):
+            _, read, made = self._told(step)
+        else:
+            read, made = _keys_of(self.theory.graph, step)
+        values, started, slices = self._values, self._started, self._slices
+        storage, last, sizes = self.storage, self.last, self.sizes
+        viewed: list[int | None] = []
         for key in read:
             value = values.get(key)
             if value is None or value in started or key in slices:
-                value = self._read(key, at, late=late)
-            else:
-                owner = self.storage[value]
-                if last[owner] < at:
-                    last[owner] = at
-            if first is None:
-                first, base = key, value
-        instruction = step.instruction
+                viewed.append(self._read(key, at, late=late))
+                continue
+            viewed.append(value)
+            owner = storage[value]
+            if last[owner] < at:
+                last[owner] = at
+        instruction, base = step.instruction, None
         if instruction in self._sources:
             for key in made:
                 self.hold(key, steps)
             return
-        if base is not None and not self._shows(instruction, base):
-            base = None
+        if instruction in self._aliases and viewed:
+            base = self._shown(instruction, viewed[0])
         for key in made:
             if key not in values:
-                self._add(key, at, at, base)
+                values[key] = value = len(sizes)
+                sizes.append(key)
+                storage.append(value if base is None else storage[base])
+                self.side.append(late)
+                self.born.append(at)
+                last.append(at)
 
-    def _shows(self, instruction: int, base: int) -> bool:
-        """Whether what an instruction makes is a view of a value."""
-        if instruction not in self._aliases:
-            return False
+    def _shown(self, instruction: int, base: int | None) -> int | None:
+        """The value that the result of a view of a value looks at; None if it is a copy."""
         graph = self.theory.graph
         node = graph.instructions[instruction]
-        if node.op != _RESHAPE:
-            return True
+        if base is None or node.op != _RESHAPE:
+            return base
         shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
-        return graph.tensors[node.outputs[0]].nbytes <= shown
-
-    def _keys(self, step: Compute | Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
-        """What a computation reads, and what it makes, in the forms of each level."""
-        if isinstance(step, Compute):
-            _, read, made = self._told(step)
-            return read, made
-        instruction = self.theory.graph.instructions[step.instruction]
-        made_too = keys_of(instruction.outputs, step.outer.post, step.inner.post)
-        return keys_of(instruction.inputs, step.outer.pre, step.inner.pre), tuple(
-            key for key in made_too if key[0] >= 0
-        )
+        return None if graph.tensors[node.outputs[0]].nbytes > shown else base
 
     def leave(self, forward: Iterable[LevelKey], backward: Iterable[LevelKey], steps: int) -> None:
         """What the graphs leave behind is held to the end, and so is what no step waits for."""

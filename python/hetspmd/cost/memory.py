@@ -38,11 +38,12 @@ from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
+from hetspmd.program.buckets import Bucket
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.loop_steps import loop_order, loop_steps
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Compute, Program
+from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
 
@@ -169,13 +170,14 @@ class Holdings:
         backward = {place for places in schedule.backward for place in places}
         instructions: list[int] = []
         running = 0
+        steps, end = program.steps, len(order)
         for at, places in enumerate(order):
-            step, late = scheduled(program, places), places[0] in backward
+            step, late = steps[places[0]], places[0] in backward
             if isinstance(step, Compute):
                 running = step.instruction
-                live.compute(step, at, len(order), late=late)
+                live.compute(step, at, end, late=late)
             else:
-                live.communicate(step, at, late=late)
+                live.communicate(cast(Communicate | Bucket, scheduled(program, places)), at, late=late)
             instructions.append(running)
         results = (*([program.loss] if program.loss else []), *program.outputs, *program.buffers)
         live.leave(
@@ -197,19 +199,20 @@ class Holdings:
         first, end = list(live.born), [last + 1 if last < steps else moments for last in live.last]
         more: list[HeldValue] = []
         if self._batches is not None:
-            values = loop_steps(graph, self._batches, self._program).values
-            more = held_in_turns(self._batches, live, (own, first, end), instructions, values)
+            looped = loop_steps(graph, self._batches, self._program).values
+            more = held_in_turns(self._batches, live, (own, first, end), instructions, looped)
         of = self._places.of_keys([cast(FlatKey, live.sizes[v]) for v in own])
-        held = [(axis, nbytes, first[v], end[v]) for (axis, nbytes), v in zip(of, own, strict=True)]
-        held += [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
-        for tensor, form in updates:
-            axis, elements = axis_of(self.theory, tensor, form), graph.tensors[tensor].numel
-            held.append((axis, elements * optimizer_bytes, 0, moments))
-        for at, (tensor, form) in enumerate(updates, steps + 1):
-            axis, nbytes = axis_of(self.theory, tensor, form), graph.tensors[tensor].nbytes
-            held.append((axis, nbytes * TEMPORARIES, at, at + 1))
-        columns = np.array(held, dtype=np.int64).reshape(-1, 4)
-        self._axis, self._amount, self._first, self._end = (columns[:, column] for column in range(4))
+        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
+        axes = [axis_of(self.theory, tensor, form) for tensor, form in updates]
+        for axis, (tensor, _) in zip(axes, updates, strict=True):
+            held.append((axis, graph.tensors[tensor].numel * optimizer_bytes, 0, moments))
+        for at, (axis, (tensor, _)) in enumerate(zip(axes, updates, strict=True), steps + 1):
+            held.append((axis, graph.tensors[tensor].nbytes * TEMPORARIES, at, at + 1))
+        columns = [*zip(*held, strict=True)] or [()] * 4
+        told = ([a for a, _ in of], [n for _, n in of], [first[v] for v in own], [end[v] for v in own])
+        self._axis, self._amount, self._first, self._end = (
+            np.array([*values, *beside], dtype=np.int64) for values, beside in zip(told, columns, strict=True)
+        )
 
     def at(self, lengths: Lengths, completed: Mapping[int, int] | None = None) -> MemoryProfile:
         """The profile at integer lengths.

@@ -115,7 +115,7 @@ class TwoStreams:
     def _computed(self) -> tuple[list[int], list[int]]:
         """The instruction and the signature of each computation."""
         facts, steps = self.model.facts, self.program.steps
-        told = {place: facts(cast(Compute, steps[place])) for place in dict.fromkeys(self._steps)}
+        told = {place: facts(cast(Compute, steps[place])) for place in set(self._steps)}
         instructions = {place: each.step.instruction for place, each in told.items()}
         signatures = {place: each.signature for place, each in told.items()}
         return [instructions[p] for p in self._steps], [signatures[p] for p in self._steps]
@@ -168,8 +168,9 @@ class TwoStreams:
         """
         completions: dict[int, int] = {}
         in_flight: list[int] = []
-        for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
-            earliest = float(clock.min() if device is None else clock[device])
+        clocks = np.array(run.clocks).reshape(-1, self.model.world)
+        earliests = clocks.min(axis=1) if device is None else clocks[:, device]
+        for (at, what, collective), earliest in zip(self.events, earliests.tolist(), strict=True):
             for c in [c for c in in_flight if run.ended(c) <= earliest]:
                 in_flight.remove(c)
                 if at < len(self._steps):
@@ -182,12 +183,12 @@ class TwoStreams:
 
     def _carried(self, shares: Array) -> StreamSeconds:
         """By collective, the seconds on the communication stream, and those of the devices before and after it."""
-        packs = [sum(m.pack for m in forms) for forms in self._moves]
-        unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
-        moves = [
-            max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
-            for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
-        ]
+        told: dict[int, tuple[float, float, float]] = {}
+        for forms in {id(forms): forms for forms in self._moves}.values():
+            pack, unpack = sum(m.pack for m in forms), sum(m.unpack for m in forms)
+            seconds = sum(self.model.form_seconds(m, shares) for m in forms)
+            told[id(forms)] = max(seconds - pack - unpack, 0.0), pack, unpack
+        moves, packs, unpacks = ([told[id(forms)][part] for forms in self._moves] for part in range(3))
         for collective, (part, latencies) in self._parts.items():
             latency = latencies * self.model.form_latency(self._moves[collective][0], shares)
             moves[collective] = part * moves[collective] + (latency if moves[collective] else 0.0)
