@@ -74,7 +74,7 @@ def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[Leve
 
 
 class Liveness:
-    """What the steps hold, in the order in which they are told by :meth:`communicate` and :meth:`compute`.
+    """What the steps hold, in the order in which they are told by :meth:`follow`.
 
     Values are numbered as they are made. Value v holds ``sizes[v]`` (a tensor in its forms) from step ``born[v]``
     to ``last[v]``, in the storage of value ``storage[v]``, which is v itself or what v is a view of; ``side[v]``
@@ -101,11 +101,7 @@ class Liveness:
         self._ready: dict[int, int] = {}  # value -> where its collective is waited for
         self._trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
         self._late = False
-        self._told, self._sources, self._aliases = (
-            compute_keys(theory.graph),
-            theory.graph.sources,
-            aliases(theory),
-        )
+        self._told, self._aliases = compute_keys(theory.graph), aliases(theory)
 
     def hold(self, key: LevelKey, steps: int) -> None:
         """A value that is there from the beginning to the end, behind the last of so many ``steps``."""
@@ -129,43 +125,48 @@ class Liveness:
                     self.sums.append(Sum(move, source, result, at, late))
             self._add(target, at, at, source if self._alone or nothing else None)
 
-    def compute(self, step: Compute | Both, at: int, steps: int, *, late: bool) -> None:
-        """An instruction runs at step ``at`` of ``steps``; what a source makes is there from the beginning to the
-        end."""
-        self._late = late
+    def follow(self, order: Iterable[tuple[Compute | Both | Transfer, bool, bool]], steps: int) -> None:
+        """All of the ``steps`` in their order, each with whether it is of the backward and, if it is a collective,
+        whether it gives what it is given. What a source makes is there from the beginning to the end."""
+        told, graph, aliases = self._told, self.theory.graph, self._aliases
+        sources, values, started, slices = graph.sources, self._values, self._started, self._slices
+        storage, last, sizes, side, born = self.storage, self.last, self.sizes, self.side, self.born
         read: tuple[LevelKey, ...]
         made: tuple[LevelKey, ...]
-        if isinstance(step, Compute):
-            _, read, made = self._told(step)
-        else:
-            read, made = _keys_of(self.theory.graph, step)
-        values, started, slices = self._values, self._started, self._slices
-        storage, last, sizes = self.storage, self.last, self.sizes
-        viewed: list[int | None] = []
-        for key in read:
-            value = values.get(key)
-            if value is None or value in started or key in slices:
-                viewed.append(self._read(key, at, late=late))
+        for at, (step, late, nothing) in enumerate(order):
+            if isinstance(step, Compute):
+                _, read, made = told(step)
+            elif isinstance(step, Both):
+                read, made = _keys_of(graph, step)
+            else:
+                self.communicate(step, at, late=late, nothing=nothing)
                 continue
-            viewed.append(value)
-            owner = storage[value]
-            if last[owner] < at:
-                last[owner] = at
-        instruction, base = step.instruction, None
-        if instruction in self._sources:
+            self._late = late
+            base, first = None, True
+            for key in read:
+                value = values.get(key)
+                if value is None or value in started or key in slices:
+                    value = self._read(key, at, late=late)
+                else:
+                    owner = storage[value]
+                    if last[owner] < at:
+                        last[owner] = at
+                if first:
+                    base, first = value, False
+            instruction = step.instruction
+            if instruction in sources:
+                for key in made:
+                    self.hold(key, steps)
+                continue
+            base = self._shown(instruction, base) if instruction in aliases else None
             for key in made:
-                self.hold(key, steps)
-            return
-        if instruction in self._aliases and viewed:
-            base = self._shown(instruction, viewed[0])
-        for key in made:
-            if key not in values:
-                values[key] = value = len(sizes)
-                sizes.append(key)
-                storage.append(value if base is None else storage[base])
-                self.side.append(late)
-                self.born.append(at)
-                last.append(at)
+                if key not in values:
+                    values[key] = value = len(sizes)
+                    sizes.append(key)
+                    storage.append(value if base is None else storage[base])
+                    side.append(late)
+                    born.append(at)
+                    last.append(at)
 
     def _shown(self, instruction: int, base: int | None) -> int | None:
         """The value that the result of a view of a value looks at; None if it is a copy."""

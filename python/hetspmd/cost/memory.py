@@ -38,12 +38,11 @@ from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
-from hetspmd.program.buckets import Bucket
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.loop_steps import loop_order, loop_steps
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.program import Compute, Program
 from hetspmd.program.schedule import Places, Schedule, make_schedule, scheduled
 from hetspmd.rules.theory import Theory
 
@@ -168,16 +167,24 @@ class Holdings:
         slices = {s.key for s in schedule.saved if s.how == "slice"}
         live = Liveness(self.theory, slices, alone=self._alone)
         backward = {place for places in schedule.backward for place in places}
+        steps = program.steps
+        live.follow(
+            [
+                (
+                    steps[places[0]] if len(places) == 1 else scheduled(program, places),
+                    places[0] in backward,
+                    False,
+                )
+                for places in order
+            ],
+            len(order),
+        )
         instructions: list[int] = []
         running = 0
-        steps, end = program.steps, len(order)
-        for at, places in enumerate(order):
-            step, late = steps[places[0]], places[0] in backward
+        for places in order:
+            step = steps[places[0]]
             if isinstance(step, Compute):
                 running = step.instruction
-                live.compute(step, at, end, late=late)
-            else:
-                live.communicate(cast(Communicate | Bucket, scheduled(program, places)), at, late=late)
             instructions.append(running)
         results = (*([program.loss] if program.loss else []), *program.outputs, *program.buffers)
         live.leave(

@@ -46,7 +46,7 @@ stage, and comes back to one behind that.
 from __future__ import annotations
 
 import copy
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import numpy as np
 
@@ -107,18 +107,18 @@ class TwoStreams:
         copied = {id(c): self._copied(c) for c in self._distinct()}
         self._nbytes = [0.0 if c is None else copied[id(c)] for c in self.collectives]
         self.instructions, signatures = self._computed()
-        self._unique, inverse = np.unique(np.array(signatures, dtype=np.int64), return_inverse=True)
+        self._unique, inverse = np.unique(signatures, return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
         at = sorted({0, *(a for a, _, _ in self.events)} - {len(signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
 
-    def _computed(self) -> tuple[list[int], list[int]]:
+    def _computed(self) -> tuple[list[int], Index]:
         """The instruction and the signature of each computation."""
         facts, steps = self.model.facts, self.program.steps
-        told = {place: facts(cast(Compute, steps[place])) for place in set(self._steps)}
-        instructions = {place: each.step.instruction for place, each in told.items()}
-        signatures = {place: each.signature for place, each in told.items()}
-        return [instructions[p] for p in self._steps], [signatures[p] for p in self._steps]
+        told = [facts(step).signature if isinstance(step, Compute) else -1 for step in steps]
+        instructions = [step.instruction if isinstance(step, Compute) else -1 for step in steps]
+        signatures: Index = np.array(told, dtype=np.int64)[np.array(self._steps, dtype=np.int64)]
+        return [instructions[place] for place in self._steps], signatures
 
     def _copied(self, collective: Communicate | Bucket) -> float:
         """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is

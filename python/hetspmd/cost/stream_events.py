@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -75,11 +75,7 @@ class StreamEvents:
             if phase == "before" and not self._silent[place]
             for key in self._values.writes[place]
         }
-        order = [
-            part
-            for places in loop_order(graph, program, schedule, batches)
-            for part in _parts(places, phases)
-        ]
+        order = self._in_parts(loop_order(graph, program, schedule, batches), phases)
         kinds = _kinds(program, schedule, batches, phases)
         weights: list[Array] = []
         of_each: list[int] = []
@@ -93,6 +89,27 @@ class StreamEvents:
             self._part(started, each, batches, phases)
         self.weights = np.array(weights).reshape(-1, self.model.world)[np.array(of_each, dtype=np.int64)]
 
+    def _in_parts(
+        self, order: Sequence[Places], phases: Sequence[Phase]
+    ) -> list[tuple[Sequence[int], Phase]]:
+        """What runs at once, by phase, in the order; computations of one phase of which nothing is followed stand
+        together."""
+        parts: list[tuple[Sequence[int], Phase]] = []
+        silent = self._silent
+        run: list[int] = []
+        of_run: Phase | None = None
+        for places in order:
+            place = places[0]
+            if not silent[place]:
+                parts += _parts(places, phases)
+                of_run = None
+            elif phases[place] == of_run:
+                run.append(place)
+            else:
+                run, of_run = [place], phases[place]
+                parts.append((run, of_run))
+        return parts
+
     def _part(self, first: int, each: TurnPass, batches: MicroBatches, phases: Sequence[Phase]) -> None:
         """The parts of the collectives of the loop from the ``first`` on, which are of one pass."""
         part = each.turns / batches.count
@@ -104,9 +121,10 @@ class StreamEvents:
                 once = self.model.times(step) == 1
                 self.parts[collective] = part, (each.turns - part if once else 0.0)
 
-    def graph(self, steps: Sequence[Places], there: set[Key]) -> None:
+    def graph(self, steps: Iterable[Sequence[int]], there: set[Key]) -> None:
         """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
-        values of the graphs before it, to which it adds its own."""
+        values of the graphs before it, to which it adds its own. Computations of which nothing is followed may
+        stand together."""
         pending: dict[Key, int] = {}
         masked: set[int] = set()
 
@@ -126,13 +144,13 @@ class StreamEvents:
             self.event(WAIT, pending.pop(key))
             there.add(key)
 
-        silent, computed, moved = self._silent, self.places.append, self._moved
+        silent, computed, moved = self._silent, self.places.extend, self._moved
         sources = self.model.theory.graph.sources
         reads, writes, program = self._values.reads, self._values.writes, self.program.steps
         for places in steps:
             place = places[0]
             if silent[place]:
-                computed(place)
+                computed(places)
                 continue
             step = program[place]
             if not isinstance(step, Compute):
@@ -147,7 +165,7 @@ class StreamEvents:
                 for key in reads[place]:
                     if key[0] in moved and key not in there:
                         read(key)
-            computed(place)
+            computed(places)
             for key in writes[place]:
                 if key[0] in moved and key not in pending:
                     there.add(key)
@@ -155,7 +173,9 @@ class StreamEvents:
             self.event(WAIT, collective)
         there.update(pending)
 
-    def _starting(self, places: Places, there: Container[Key], pending: Container[Key]) -> dict[Key, int]:
+    def _starting(
+        self, places: Sequence[int], there: Container[Key], pending: Container[Key]
+    ) -> dict[Key, int]:
         """What collectives give that is not there yet, by the places of the collectives."""
         writes = self._values.writes
         return {

@@ -70,11 +70,17 @@ def _loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSt
     def only_in_loop(key: Value) -> bool:
         return not _has(once, key) and _has(repeated, key)
 
+    made_in_loop: list[tuple[Value, ...]] = []
     for place, step in enumerate(program.steps):
         if isinstance(step, Compute):
-            _, needed, made = keys(step)
             phase = phases[step.instruction]
-            inside = phase == "in" or (phase == "before" and any(map(only_in_loop, needed)))
+            if phase != "before":  # nothing that is made before the loop reads it
+                if phase == "in":
+                    places.append(place)
+                    made_in_loop.append(keys(step).writes)
+                continue
+            _, needed, made = keys(step)
+            inside = any(map(only_in_loop, needed))
         else:
             inside = _runs_in_loop(graph, batches, step, read) or (
                 batches.is_made_before(graph, step.tensor) and only_in_loop((step.tensor, step.source))
@@ -85,7 +91,7 @@ def _loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSt
             repeated.update(made)
         else:
             once.update(made)
-    return LoopSteps(frozenset(places), frozenset(repeated))
+    return LoopSteps(frozenset(places), frozenset(repeated.union(*made_in_loop)))
 
 
 def _read_in_loop(graph: Graph, batches: MicroBatches, program: Program) -> dict[int, set[Placement]]:
