@@ -99,6 +99,7 @@ class Moves:
         self._formulas = {name: kind.formula(self.world) for name, kind in KINDS.items()}
         self._nbytes = [t.nbytes for t in theory.graph.tensors]
         self._forms: dict[tuple[int, Placement, Placement, Kind, int | None], MoveForm] = {}
+        self._step_forms: dict[tuple[int, Placement, Placement, Kind], MoveForm] = {}
         self._shares: _Shares | None = None
         self._table: _Table | None = None
 
@@ -143,8 +144,11 @@ class Moves:
 
     def step_form(self, step: Communicate) -> MoveForm:
         """The linear form of a collective of a program, as often as a step runs it."""
-        form = self.move_form(step.tensor, step.source, step.target, step.kind)
-        return form.repeated(self.times(step))
+        key = (step.tensor, step.source, step.target, step.kind)
+        form = self._step_forms.get(key)
+        if form is None:
+            form = self._step_forms[key] = self.move_form(*key).repeated(self.times(step))
+        return form
 
     def times(self, step: Communicate) -> int:
         """How often a step runs a collective on all of its bytes: once."""

@@ -92,11 +92,13 @@ def _liveness(layout: LevelLayout, nested: Nested) -> Liveness:
     lasting += [] if graph.tangent is None else [(graph.tangent, REPLICATE)]
     for tensor, form in lasting:
         live.hold((tensor, form, REPLICATE), steps)
-    for at, step in enumerate((*nested.forward, *nested.backward)):
-        if isinstance(step, Both):
-            live.compute(step, at, steps, late=at >= boundary)
-        else:
-            live.communicate(step, at, late=at >= boundary, nothing=layout.is_nothing(step))
+    live.follow(
+        (
+            (step, at >= boundary, not isinstance(step, Both) and layout.is_nothing(step))
+            for at, step in enumerate((*nested.forward, *nested.backward))
+        ),
+        steps,
+    )
     loss = (nested.loss,) if nested.loss else ()
     live.leave((*loss, *nested.outputs, *nested.buffers), nested.gradients, steps)
     return live

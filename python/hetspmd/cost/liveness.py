@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.placement import PARTIAL
 from hetspmd.program.buckets import Bucket
+from hetspmd.program.dataflow import compute_keys
 from hetspmd.program.level_layout import LevelKey
 from hetspmd.program.levels import (
     Across,
@@ -22,10 +23,10 @@ from hetspmd.program.levels import (
     carried,
     keys_of,
     provider,
-    rows_of,
 )
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 
 Move = Communicate | InsideCollective | Across
 """A collective of one tensor."""
@@ -57,8 +58,23 @@ class Sum:
     late: bool
 
 
+def aliases(theory: Theory) -> frozenset[int]:
+    """The instructions whose rule says that they make views (kept with the theory)."""
+    kept: frozenset[int] | None = vars(theory).get("_aliases")
+    if kept is None:
+        kept = vars(theory)["_aliases"] = frozenset(i for i, rule in theory.rules.items() if rule.alias)
+    return kept
+
+
+def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
+    """What a computation reads, and what it makes."""
+    node, outer, inner = graph.instructions[step.instruction], step.outer, step.inner
+    made = keys_of(node.outputs, outer.post, inner.post)
+    return keys_of(node.inputs, outer.pre, inner.pre), tuple(key for key in made if key[0] >= 0)
+
+
 class Liveness:
-    """What the steps hold, in the order in which they are told by :meth:`communicate` and :meth:`compute`.
+    """What the steps hold, in the order in which they are told by :meth:`follow`.
 
     Values are numbered as they are made. Value v holds ``sizes[v]`` (a tensor in its forms) from step ``born[v]``
     to ``last[v]``, in the storage of value ``storage[v]``, which is v itself or what v is a view of; ``side[v]``
@@ -85,6 +101,7 @@ class Liveness:
         self._ready: dict[int, int] = {}  # value -> where its collective is waited for
         self._trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
         self._late = False
+        self._told, self._aliases = compute_keys(theory.graph), aliases(theory)
 
     def hold(self, key: LevelKey, steps: int) -> None:
         """A value that is there from the beginning to the end, behind the last of so many ``steps``."""
@@ -108,27 +125,57 @@ class Liveness:
                     self.sums.append(Sum(move, source, result, at, late))
             self._add(target, at, at, source if self._alone or nothing else None)
 
-    def compute(self, step: Compute | Both, at: int, steps: int, *, late: bool) -> None:
-        """An instruction runs at step ``at`` of ``steps``; what a source makes is there from the beginning to the
-        end."""
-        self._late = late
-        graph = self.theory.graph
-        instruction = graph.instructions[step.instruction]
-        rows = rows_of(step)
-        read = keys_of(instruction.inputs, *(row.pre for row in rows))
-        bases = [self._read(key, at, late=late) for key in read]
-        rule = self.theory.rules.get(step.instruction)
-        base = bases[0] if rule is not None and rule.alias and bases else None
-        if base is not None and instruction.op == _RESHAPE:
-            shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
-            base = None if graph.tensors[instruction.outputs[0]].nbytes > shown else base
-        for key in keys_of(instruction.outputs, *(row.post for row in rows)):
-            if key[0] < 0:
-                continue
-            if instruction.is_source:
-                self.hold(key, steps)
+    def follow(self, order: Iterable[tuple[Compute | Both | Transfer, bool, bool]], steps: int) -> None:
+        """All of the ``steps`` in their order, each with whether it is of the backward and, if it is a collective,
+        whether it gives what it is given. What a source makes is there from the beginning to the end."""
+        told, graph, aliases = self._told, self.theory.graph, self._aliases
+        sources, values, started, slices = graph.sources, self._values, self._started, self._slices
+        storage, last, sizes, side, born = self.storage, self.last, self.sizes, self.side, self.born
+        read: tuple[LevelKey, ...]
+        made: tuple[LevelKey, ...]
+        for at, (step, late, nothing) in enumerate(order):
+            if isinstance(step, Compute):
+                _, read, made = told(step)
+            elif isinstance(step, Both):
+                read, made = _keys_of(graph, step)
             else:
-                self._add(key, at, at, base)
+                self.communicate(step, at, late=late, nothing=nothing)
+                continue
+            self._late = late
+            base, first = None, True
+            for key in read:
+                value = values.get(key)
+                if value is None or value in started or key in slices:
+                    value = self._read(key, at, late=late)
+                else:
+                    owner = storage[value]
+                    if last[owner] < at:
+                        last[owner] = at
+                if first:
+                    base, first = value, False
+            instruction = step.instruction
+            if instruction in sources:
+                for key in made:
+                    self.hold(key, steps)
+                continue
+            base = self._shown(instruction, base) if instruction in aliases else None
+            for key in made:
+                if key not in values:
+                    values[key] = value = len(sizes)
+                    sizes.append(key)
+                    storage.append(value if base is None else storage[base])
+                    side.append(late)
+                    born.append(at)
+                    last.append(at)
+
+    def _shown(self, instruction: int, base: int | None) -> int | None:
+        """The value that the result of a view of a value looks at; None if it is a copy."""
+        graph = self.theory.graph
+        node = graph.instructions[instruction]
+        if base is None or node.op != _RESHAPE:
+            return base
+        shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
+        return None if graph.tensors[node.outputs[0]].nbytes > shown else base
 
     def leave(self, forward: Iterable[LevelKey], backward: Iterable[LevelKey], steps: int) -> None:
         """What the graphs leave behind is held to the end, and so is what no step waits for."""
@@ -160,7 +207,8 @@ class Liveness:
         if base != key and late and key in self._slices:
             self._add(key, self._sliced.get(key, self._ready.get(value, self.born[value])), at)
             value = self._values[key]
-        self._sliced.setdefault(key, at)
+        if key in self._slices:
+            self._sliced.setdefault(key, at)
         owner = self.storage[value]
         self.last[owner] = max(self.last[owner], at)
         if value in self._started:

@@ -8,8 +8,10 @@ the loop.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.time_split import Loop
 from hetspmd.rules.theory import Theory
 
 
@@ -34,8 +37,15 @@ class HeldValue:
     joined: bool = False
 
 
+_KEPT: Final = 8
+"""Loops, and divisions in turns, of which a theory keeps what was told."""
+
+_Told: TypeAlias = tuple[Mapping[int, Placement] | None, dict[int, int], dict[FlatKey, tuple[int, int]]]
+
+
 class AxisPlaces:
-    """Along which axis the bytes of a value are divided among the devices, and how many there are.
+    """Along which axis the bytes of a value are divided among the devices, and how many there are; told once for
+    each value of a theory and a division in turns, and kept with the theory.
 
     Axes are numbered as those of the theory; the next number is that of what is whole, and behind it stand the axes
     of the samples once more, as the largest micro-batch has them.
@@ -49,6 +59,25 @@ class AxisPlaces:
         self._largest = (
             {axis: max(batches.turns.units[axis]) for axis in samples} if batches is not None else {}
         )
+        self._told = self._kept()
+
+    def _kept(self) -> dict[FlatKey, tuple[int, int]]:
+        """What was told of the same theory in turns of as many samples."""
+        told: deque[_Told] = vars(self.theory).setdefault("_held_places", deque(maxlen=_KEPT))
+        division = (None, {}) if self.batches is None else (self.batches.placements, self._largest)
+        for placements, largest, places in told:
+            if placements is division[0] and largest == division[1]:
+                return places
+        told.append((*division, {}))
+        return told[-1][2]
+
+    def of_keys(self, keys: Sequence[FlatKey]) -> list[tuple[int, int]]:
+        """:meth:`of` of many values, none of them joined."""
+        told = self._told
+        for key in keys:
+            if key not in told:
+                told[key] = self.of(*key)
+        return [told[key] for key in keys]
 
     def of(self, tensor: int, form: Placement, *, joined: bool = False) -> tuple[int, int]:
         """The axis of a value, and its bytes over all devices that divide it."""
@@ -104,45 +133,54 @@ def axis_of(theory: Theory, tensor: int, form: Placement) -> int:
 def held_in_turns(
     batches: MicroBatches,
     live: Liveness,
-    spans: dict[int, HeldValue],
-    instructions: list[int],
+    spans: tuple[Sequence[int], list[int], list[int]],
+    instructions: Sequence[int],
     values: Container[FlatKey],
 ) -> list[HeldValue]:
-    """``spans``, by the values of ``live``, as they are where the loop runs several times.
+    """Let the values of ``live`` be held where the loop runs several times; what is held beside them.
 
-    ``instructions``: the one that runs, or ran last, at each step. ``values``: those that the loop makes; they are
-    held in each micro-batch as long as they are in one.
+    ``spans``: the values that have a storage of their own, and of each value the step from which and the one
+    before which it is held; they are made longer or shorter here. ``instructions``: the one that runs, or ran last,
+    at each step. ``values``: those that the loop makes; they are held in each micro-batch as long as they are in
+    one.
     """
-    phases, graph = batches.loop.phases, live.theory.graph
+    phases = batches.loop.phases
     loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
     if not loop:
-        return list(spans.values())
+        return []
     first, end = loop[0], loop[-1] + 1
-    made_before = {
-        t for i, p in zip(graph.instructions, phases, strict=True) if p == "before" for t in i.outputs
-    }
-    held, more = dict(spans), list[HeldValue]()
-    for value, span in spans.items():
-        inside = (span.tensor, span.form) in values
-        if span.tensor in made_before and not inside and span.end > first:
-            held[value] = replace(span, first=min(span.first, first), end=max(span.end, end))
-        elif span.tensor in batches.summed and value in live.delivered and not inside:
-            held[value] = replace(span, first=max(span.first, min(end, span.end - 1)))
-    for value, key in enumerate(live.sizes):
-        owner, (tensor, form) = live.storage[value], key
-        if owner not in held or (tensor, form) not in values:
+    own, firsts, ends = spans
+    sizes, summed, joined = live.sizes, batches.summed, batches.joined
+    made_before = _made_before(live.theory, batches.loop)
+    for value in own:
+        key = cast(FlatKey, sizes[value])
+        if key[0] in made_before and ends[value] > first and key not in values:
+            firsts[value], ends[value] = min(firsts[value], first), max(ends[value], end)
+        elif key[0] in summed and value in live.delivered and key not in values:
+            firsts[value] = max(firsts[value], min(end, ends[value] - 1))
+    more: list[HeldValue] = []
+    reduced = {key[0] for key in map(sizes.__getitem__, live.delivered) if key in values}
+    for value, sized in enumerate(sizes):
+        tensor, form = key = cast(FlatKey, sized)
+        if (tensor not in joined and tensor not in summed) or key not in values:
             continue
-        span = held[owner]
-        if tensor in batches.joined and value not in live.delivered:
-            more.append(HeldValue(tensor, form, first, max(span.end, end), joined=True))
-        elif tensor in batches.summed and not _is_reduced(tensor, form, live, values):
-            more.append(replace(span, first=live.born[owner], end=live.born[owner] + 1))
-            held[owner] = replace(span, first=min(span.first, first), end=max(span.end, end))
-    return [*held.values(), *more]
+        owner = live.storage[value]
+        of, its_form = sizes[owner]
+        if tensor in joined and value not in live.delivered:
+            more.append(HeldValue(tensor, form, first, max(ends[owner], end), joined=True))
+        elif tensor in summed and not (form == PARTIAL and tensor in reduced):
+            # Beside what is summed the summand of the micro-batch, which is about to be added.
+            more.append(HeldValue(of, its_form, live.born[owner], live.born[owner] + 1))
+            firsts[owner], ends[owner] = min(firsts[owner], first), max(ends[owner], end)
+    return more
 
 
-def _is_reduced(tensor: int, form: Placement, live: Liveness, values: Container[FlatKey]) -> bool:
-    """Whether a summand of the devices is reduced in the loop, so that what leaves it is the reduced one."""
-    return form == PARTIAL and any(
-        live.sizes[v][0] == tensor and (tensor, live.sizes[v][1]) in values for v in live.delivered
-    )
+def _made_before(theory: Theory, loop: Loop) -> frozenset[int]:
+    """The tensors that are made before the loop (kept with the theory)."""
+    kept: deque[tuple[Loop, frozenset[int]]] = vars(theory).setdefault("_made_before", deque(maxlen=_KEPT))
+    for of, made in kept:
+        if of is loop:
+            return made
+    pairs = zip(theory.graph.instructions, loop.phases, strict=True)
+    kept.append((loop, frozenset(t for i, phase in pairs if phase == "before" for t in i.outputs)))
+    return kept[-1][1]

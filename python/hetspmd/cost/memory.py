@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_tur
 from hetspmd.cost.model import Array, Index
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.levels import FlatKey
 from hetspmd.program.loop_steps import loop_order, loop_steps
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Compute, Program
@@ -165,15 +167,24 @@ class Holdings:
         slices = {s.key for s in schedule.saved if s.how == "slice"}
         live = Liveness(self.theory, slices, alone=self._alone)
         backward = {place for places in schedule.backward for place in places}
+        steps = program.steps
+        live.follow(
+            [
+                (
+                    steps[places[0]] if len(places) == 1 else scheduled(program, places),
+                    places[0] in backward,
+                    False,
+                )
+                for places in order
+            ],
+            len(order),
+        )
         instructions: list[int] = []
         running = 0
-        for at, places in enumerate(order):
-            step, late = scheduled(program, places), places[0] in backward
+        for places in order:
+            step = steps[places[0]]
             if isinstance(step, Compute):
                 running = step.instruction
-                live.compute(step, at, len(order), late=late)
-            else:
-                live.communicate(step, at, late=late)
             instructions.append(running)
         results = (*([program.loss] if program.loss else []), *program.outputs, *program.buffers)
         live.leave(
@@ -191,30 +202,24 @@ class Holdings:
         moments = steps + 1 + len(updates)
         after = [instructions[-1] if instructions else 0] * (moments - steps)
         self.instruction: Index = np.array(instructions + after, dtype=np.int64)
-        own = [v for v in range(len(live.sizes)) if live.storage[v] == v]
-        spans = [
-            HeldValue(
-                live.sizes[v][0],
-                live.sizes[v][1],
-                live.born[v],
-                live.last[v] + 1 if live.last[v] < steps else moments,
-            )
-            for v in own
-        ]
+        own = [v for v, storage in enumerate(live.storage) if storage == v]
+        first, end = list(live.born), [last + 1 if last < steps else moments for last in live.last]
+        more: list[HeldValue] = []
         if self._batches is not None:
-            values = loop_steps(graph, self._batches, self._program).values
-            spans = held_in_turns(
-                self._batches, live, dict(zip(own, spans, strict=True)), instructions, values
-            )
-        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in spans]
-        for tensor, form in updates:
-            axis, elements = axis_of(self.theory, tensor, form), graph.tensors[tensor].numel
-            held.append((axis, elements * optimizer_bytes, 0, moments))
-        for at, (tensor, form) in enumerate(updates, steps + 1):
-            axis, nbytes = axis_of(self.theory, tensor, form), graph.tensors[tensor].nbytes
-            held.append((axis, nbytes * TEMPORARIES, at, at + 1))
-        columns = np.array(held, dtype=np.int64).reshape(-1, 4)
-        self._axis, self._amount, self._first, self._end = (columns[:, column] for column in range(4))
+            looped = loop_steps(graph, self._batches, self._program).values
+            more = held_in_turns(self._batches, live, (own, first, end), instructions, looped)
+        of = self._places.of_keys([cast(FlatKey, live.sizes[v]) for v in own])
+        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
+        axes = [axis_of(self.theory, tensor, form) for tensor, form in updates]
+        for axis, (tensor, _) in zip(axes, updates, strict=True):
+            held.append((axis, graph.tensors[tensor].numel * optimizer_bytes, 0, moments))
+        for at, (axis, (tensor, _)) in enumerate(zip(axes, updates, strict=True), steps + 1):
+            held.append((axis, graph.tensors[tensor].nbytes * TEMPORARIES, at, at + 1))
+        columns = [*zip(*held, strict=True)] or [()] * 4
+        told = ([a for a, _ in of], [n for _, n in of], [first[v] for v in own], [end[v] for v in own])
+        self._axis, self._amount, self._first, self._end = (
+            np.array([*values, *beside], dtype=np.int64) for values, beside in zip(told, columns, strict=True)
+        )
 
     def at(self, lengths: Lengths, completed: Mapping[int, int] | None = None) -> MemoryProfile:
         """The profile at integer lengths.

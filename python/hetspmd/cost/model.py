@@ -43,7 +43,7 @@ from hetspmd.cost.collective_costs import MoveForm, Moves
 from hetspmd.cost.measured_steps import StepFigures, figures
 from hetspmd.cost.roofline import terms_of
 from hetspmd.cost.signatures import Array, Index, Triples, triples_of
-from hetspmd.program.dataflow import Key, Values, reads, writes
+from hetspmd.program.dataflow import Key, Values, compute_keys
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.loop_steps import times_run
 from hetspmd.program.micro_batches import MicroBatches
@@ -73,8 +73,8 @@ class CostModel(Moves):
     def __init__(self, theory: Theory, cluster: Cluster, batches: MicroBatches | None = None) -> None:
         super().__init__(theory, cluster)
         self.batches = batches
-        self._told: dict[int, ComputeFacts] = {}
         self.triples = triples_of(theory, keyed=bool(cluster.ops), batches=batches)
+        self._told: dict[int, ComputeFacts] = vars(self.triples).setdefault("_told", {})
         turns = (1,) * self.world if batches is None else batches.turns_of(self.world)
         self._fast, self._cut, self._whole_part, self._start, self.kinds = terms_of(
             self.triples, theory, cluster, turns
@@ -108,7 +108,7 @@ class CostModel(Moves):
         """The model with ``flops``, ``memory_bandwidth`` or ``launch`` of some devices times ``factor``; what was
         measured of ops follows. ``cluster`` is the one with those quantities."""
         other = copy.copy(self)
-        other.cluster, other._forms = cluster, {}
+        other.cluster, other._forms, other._step_forms = cluster, {}, {}
         other._fast, other._cut = self._fast.copy(), self._cut.copy()
         other._whole_part, other._start = self._whole_part.copy(), self._start.copy()
         places = list(devices)
@@ -140,29 +140,29 @@ class CostModel(Moves):
         return signatures[offset[instruction] + row]
 
     def facts(self, step: Compute) -> ComputeFacts:
-        """What a computation reads and writes, and its signature. It is told once for each object of a step.
+        """What a computation reads and writes, and its signature. It is told once for each object of a step, and
+        kept with the triples.
 
         Raises ValueError for a step that is no triple of the theory.
         """
         told = self._told.get(id(step))
         if told is None or told.step is not step:
-            graph, row = self.theory.graph, self.row_index(step.instruction, step.row)
-            signature = self.signature(step.instruction, row)
-            told = ComputeFacts(step, reads(graph, step), writes(graph, step), signature)
-            self._told[id(step)] = told
+            keys = compute_keys(self.theory.graph)(step)
+            signature = self.signature(step.instruction, self.row_index(step.instruction, step.row))
+            told = self._told[id(step)] = ComputeFacts(*keys, signature)
         return told
 
     def values(self, program: Program) -> Values:
         """What the steps of a program read and write."""
-        values, graph = Values([], []), self.theory.graph
+        values = Values([], [])
         for step in program.steps:
             if isinstance(step, Compute):
                 told = self.facts(step)
                 values.reads.append(told.reads)
                 values.writes.append(told.writes)
             else:
-                values.reads.append(reads(graph, step))
-                values.writes.append(writes(graph, step))
+                values.reads.append(((step.tensor, step.source),))
+                values.writes.append(((step.tensor, step.target),))
         return values
 
     def row_index(self, instruction: int, row: Triple) -> int:

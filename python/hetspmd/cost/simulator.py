@@ -46,7 +46,6 @@ stage, and comes back to one behind that.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -55,15 +54,11 @@ from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.contention import Beside, Contention
 from hetspmd.cost.model import Array, CostModel, Index, MoveForm
 from hetspmd.cost.simulated_run import BOUNDARY, START, WAIT, WAIT_FIRST, SimulatedRun, waited
-from hetspmd.cost.turn_passes import passes
-from hetspmd.placement import PARTIAL, REPLICATE
+from hetspmd.cost.stream_events import StreamEvents
 from hetspmd.program.buckets import Bucket, members
 from hetspmd.program.dataflow import Key, Values
-from hetspmd.program.loop_steps import loop_order, step_phases
-from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
-from hetspmd.program.schedule import Places, Schedule, scheduled
-from hetspmd.program.time_split import Phase
+from hetspmd.program.schedule import Schedule
 
 StreamSeconds: TypeAlias = tuple[list[float], list[float], list[float]]
 """By collective: seconds on the stream, and of the devices before and after it."""
@@ -90,78 +85,40 @@ class TwoStreams:
         values: Values | None = None,
         each_turn: bool = False,
     ) -> None:
-        self.model, self.program = model, program
-        self.idle = idle
-        self.instructions: list[int] = []
-        self.collectives: list[Communicate | Bucket | None] = []
-        self.events: list[tuple[int, int, int]] = []
-        self._signatures: list[int] = []
-        self._steps: list[int] = []  # of the program, by computation
-        self._started: list[tuple[int, ...]] = []  # the same by collective
+        self.model, self.program, self.idle = model, program, idle
         values = model.values(program) if values is None else values
-        self.turns: list[int | None] = []
-        self._weights: Array | None = None  # of each computation on each device
-        self._parts: dict[
-            int, tuple[float, float]
-        ] = {}  # of collectives in a loop: the part, and further latencies
-        there: set[Key] = set()
+        told = StreamEvents(model, program, values)
         if model.batches is None:
-            self._graph(values, schedule.forward, there)
-            self._results_to_idle()
-            self._event(BOUNDARY, -1)
-            self._graph(values, schedule.backward, there)
+            there: set[Key] = set()
+            told.graph(schedule.forward, there)
+            if idle > 0:
+                told.results_to_idle()
+            told.event(BOUNDARY)
+            told.graph(schedule.backward, there)
         else:
-            self._loop(values, schedule, model.batches, each_turn=each_turn)
-            self._results_to_idle()
-            self._event(BOUNDARY, -1)
+            told.loop(schedule, model.batches, each_turn=each_turn)
+            if idle > 0:
+                told.results_to_idle()
+            told.event(BOUNDARY)
+        self.events, self.collectives, self.turns = told.events, told.collectives, told.turns
+        self._steps, self._started = told.places, told.started
+        self._weights, self._parts = told.weights, told.parts
         self._moves, self._contention = self._priced()
-        self._nbytes = [0.0 if c is None else self._copied(c) for c in self.collectives]
-        self._unique, inverse = np.unique(np.array(self._signatures, dtype=np.int64), return_inverse=True)
+        copied = {id(c): self._copied(c) for c in self._distinct()}
+        self._nbytes = [0.0 if c is None else copied[id(c)] for c in self.collectives]
+        self.instructions, signatures = self._computed()
+        self._unique, inverse = np.unique(signatures, return_inverse=True)
         self._inverse: Index = inverse.reshape(-1)
-        at = sorted({0, *(a for a, _, _ in self.events)} - {len(self._signatures)})
+        at = sorted({0, *(a for a, _, _ in self.events)} - {len(signatures)})
         self._groups: Index = np.array(at, dtype=np.int64)
 
-    def _results_to_idle(self) -> None:
-        if self.idle > 0:
-            self.collectives.append(None)
-            self._started.append(())
-            self._event(START, len(self.collectives) - 1)
-            self._event(WAIT, len(self.collectives) - 1)
-
-    def _loop(self, values: Values, schedule: Schedule, batches: MicroBatches, *, each_turn: bool) -> None:
-        """The passes over a loop: of each computation of the loop the part that a device has in a pass, of each
-        collective in it the part of its seconds, with as many latencies as the pass has turns."""
-        graph, program, loop = self.model.theory.graph, self.program, batches.loop
-        phases = step_phases(graph, batches, program)
-        before = {
-            key for place, phase in enumerate(phases) if phase == "before" for key in values.writes[place]
-        }
-        order = loop_order(graph, program, schedule, batches)
-        late = {place for places in schedule.backward for place in places}
-        weights: list[Array] = []
-        for number, each in enumerate(passes(batches, self.model.world, each=each_turn)):
-            there = set(before) if number else set()
-            started = len(self.collectives)
-            self._graph(
-                values, [part for places in order for part in _of(places, phases, each.phases)], there
-            )
-            for place in self._steps[len(weights) :]:
-                step = program.steps[place]
-                assert isinstance(step, Compute)
-                again = phases[place] == "in" and loop.phases[step.instruction] != "in"
-                whole: Array = np.full(self.model.world, float(each.turns) if again else 1.0)
-                parts = each.backward if place in late else each.forward
-                weights.append(whole if again or phases[place] != "in" else parts)
-                self.turns.append(number if phases[place] == "in" else None)
-            for collective in range(started, len(self.collectives)):
-                place = self._started[collective][0]
-                if phases[place] == "in":
-                    step = program.steps[place]
-                    part = each.turns / batches.count
-                    assert isinstance(step, Communicate)
-                    once = self.model.times(step) == 1
-                    self._parts[collective] = part, (each.turns - part if once else 0.0)
-        self._weights = np.array(weights).reshape(-1, self.model.world)
+    def _computed(self) -> tuple[list[int], Index]:
+        """The instruction and the signature of each computation."""
+        facts, steps = self.model.facts, self.program.steps
+        told = [facts(step).signature if isinstance(step, Compute) else -1 for step in steps]
+        instructions = [step.instruction if isinstance(step, Compute) else -1 for step in steps]
+        signatures: Index = np.array(told, dtype=np.int64)[np.array(self._steps, dtype=np.int64)]
+        return [instructions[place] for place in self._steps], signatures
 
     def _copied(self, collective: Communicate | Bucket) -> float:
         """Bytes that a device copies to issue a collective, but for what :attr:`MoveForm.pack` is of. A bucket is
@@ -172,10 +129,15 @@ class TwoStreams:
             return nbytes / self.model.world
         return 0.0 if kind.scatters and isinstance(collective, Communicate) else nbytes
 
+    def _distinct(self) -> list[Communicate | Bucket]:
+        """The collectives, once each, though several passes have them."""
+        return list({id(c): c for c in self.collectives if c is not None}.values())
+
     def _priced(self) -> tuple[list[tuple[MoveForm, ...]], Contention | None]:
         kinds = [None if c is None else c.kind for c in self.collectives]
         idle = (MoveForm(self.idle),)
-        forms = [idle if c is None else self.model.transfer_forms(c) for c in self.collectives]
+        told = {id(c): self.model.transfer_forms(c) for c in self._distinct()}
+        forms = [idle if c is None else told[id(c)] for c in self.collectives]
         return forms, Contention.of(self.model.cluster.devices, kinds)
 
     def turns_of(self, device: int) -> list[int | None]:
@@ -194,67 +156,6 @@ class TwoStreams:
         other._moves, other._contention = other._priced()
         return other
 
-    def _event(self, what: int, collective: int) -> None:
-        self.events.append((len(self._signatures), what, collective))
-
-    def _graph(self, values: Values, steps: Sequence[Places], there: set[Key]) -> None:
-        """Append one local graph, as :class:`hetspmd.lower.emit.GraphWriter` writes it; ``there`` are the
-        values of the graphs before it, to which it adds its own."""
-        pending: dict[Key, int] = {}
-        masked: set[int] = set()
-
-        def read(key: Key) -> None:
-            if key in there:
-                return
-            if key not in pending:
-                whole = (key[0], REPLICATE)
-                if whole not in pending:
-                    return
-                if key[1] == PARTIAL:
-                    if pending[whole] not in masked:
-                        masked.add(pending[whole])
-                        self._event(WAIT_FIRST, pending[whole])
-                    return
-                key = whole
-            self._event(WAIT, pending.pop(key))
-            there.add(key)
-
-        model, sources = self.model, self.model.theory.graph.sources
-        for places in steps:
-            step = self.program.steps[places[0]]
-            if not isinstance(step, Compute):
-                new = {
-                    key: place
-                    for place in places
-                    for key in values.writes[place]
-                    if key not in there and key not in pending
-                }
-                if new:
-                    started = tuple(new.values())
-                    for place in started:
-                        read(values.reads[place][0])
-                    together = scheduled(self.program, started)
-                    assert not isinstance(together, Compute)
-                    self.collectives.append(together)
-                    self._started.append(started)
-                    pending.update(dict.fromkeys(new, len(self.collectives) - 1))
-                    self._event(START, len(self.collectives) - 1)
-                continue
-            (place,) = places
-            if pending and step.instruction not in sources:
-                for key in values.reads[place]:
-                    if key not in there:
-                        read(key)
-            self._signatures.append(model.facts(step).signature)
-            self.instructions.append(step.instruction)
-            self._steps.append(place)
-            for key in values.writes[place]:
-                if key not in pending:
-                    there.add(key)
-        for collective in dict.fromkeys(pending.values()):
-            self._event(WAIT, collective)
-        there.update(pending)
-
     def seconds(self, shares: Array) -> float:
         """Seconds until the last device has finished the step."""
         return float(self.run(shares).final.max())
@@ -267,8 +168,9 @@ class TwoStreams:
         """
         completions: dict[int, int] = {}
         in_flight: list[int] = []
-        for (at, what, collective), clock in zip(self.events, run.clocks, strict=True):
-            earliest = float(clock.min() if device is None else clock[device])
+        clocks = np.array(run.clocks).reshape(-1, self.model.world)
+        earliests = clocks.min(axis=1) if device is None else clocks[:, device]
+        for (at, what, collective), earliest in zip(self.events, earliests.tolist(), strict=True):
             for c in [c for c in in_flight if run.ended(c) <= earliest]:
                 in_flight.remove(c)
                 if at < len(self._steps):
@@ -281,12 +183,12 @@ class TwoStreams:
 
     def _carried(self, shares: Array) -> StreamSeconds:
         """By collective, the seconds on the communication stream, and those of the devices before and after it."""
-        packs = [sum(m.pack for m in forms) for forms in self._moves]
-        unpacks = [sum(m.unpack for m in forms) for forms in self._moves]
-        moves = [
-            max(sum(self.model.form_seconds(m, shares) for m in forms) - pack - unpack, 0.0)
-            for forms, pack, unpack in zip(self._moves, packs, unpacks, strict=True)
-        ]
+        told: dict[int, tuple[float, float, float]] = {}
+        for forms in {id(forms): forms for forms in self._moves}.values():
+            pack, unpack = sum(m.pack for m in forms), sum(m.unpack for m in forms)
+            seconds = sum(self.model.form_seconds(m, shares) for m in forms)
+            told[id(forms)] = max(seconds - pack - unpack, 0.0), pack, unpack
+        moves, packs, unpacks = ([told[id(forms)][part] for forms in self._moves] for part in range(3))
         for collective, (part, latencies) in self._parts.items():
             latency = latencies * self.model.form_latency(self._moves[collective][0], shares)
             moves[collective] = part * moves[collective] + (latency if moves[collective] else 0.0)
@@ -372,17 +274,8 @@ class TwoStreams:
                     unpacked[collective] = remaining - mine
                     own = issued[len(clocks) - 1] = unpacks[collective] * copying * mine
                     clock, issuing = clock + own, issuing + own
-        if done != len(self._signatures):
+        if done != len(self._steps):
             clock = clock + sums[group] if beside is None else beside.computed(clock, group)
         return SimulatedRun(
             seconds, clocks, starts, ends, forward, clock, dropped, issuing, issued, self._groups, beside
         )
-
-
-def _of(places: Places, phases: Sequence[Phase], wanted: Container[Phase]) -> list[Places]:
-    """What runs at once, of these phases. The members of a bucket that are of several phases do not share it."""
-    parts: dict[Phase, list[int]] = {}
-    for place in places:
-        if phases[place] in wanted:
-            parts.setdefault(phases[place], []).append(place)
-    return [tuple(part) for part in parts.values()]

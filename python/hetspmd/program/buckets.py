@@ -96,6 +96,8 @@ def bucketed(
 ) -> tuple[tuple[int, ...], ...]:
     """The steps of one local graph in their order, with buckets of at most ``nbytes`` bytes. Steps are places in
     the program; several in one entry share a bucket."""
+    if nbytes <= 0:
+        return tuple([(place,) for place in order])
     steps = [program.steps[place] for place in order]
     moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, Communicate)]
     small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
@@ -162,6 +164,7 @@ def _needed(graph: Graph, steps: Sequence[Step], tensors: set[int]) -> list[int]
     """By step, where the result of a collective of one of ``tensors`` is first read: itself, a slice or a mask."""
     first: list[int] = [len(steps)] * len(steps)
     readers: dict[int, list[tuple[int, int]]] = {}
+    reading = {reader for tensor in tensors for reader in graph.consumers.get(tensor, ())}
     for at in range(len(steps) - 1, -1, -1):
         step = steps[at]
         if isinstance(step, Communicate):
@@ -171,10 +174,8 @@ def _needed(graph: Graph, steps: Sequence[Step], tensors: set[int]) -> list[int]
                 if step.target in (form, REPLICATE):
                     first[at] = min(first[at], reader)
             readers.setdefault(step.tensor, []).append((at, step.source))
-        else:
+        elif step.instruction in reading:
             inputs = graph.instructions[step.instruction].inputs
-            if tensors.isdisjoint(inputs):
-                continue
             for tensor, form in zip(inputs, step.row.pre, strict=True):
                 readers.setdefault(tensor, []).append((at, form))
     return first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from hetspmd.errors import PlanError
@@ -34,6 +35,35 @@ def writes(graph: Graph, step: Scheduled) -> tuple[Key, ...]:
     return tuple((m.tensor, m.target) for m in step.members)
 
 
+class _Kept(dict[int, "ComputeKeys"]):
+    """What computations read and write, by the id of the step: no part of copies of its graph."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+class ComputeKeys(NamedTuple):
+    """A computation, and what it reads and writes."""
+
+    step: Compute
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+
+
+def compute_keys(graph: Graph) -> Callable[[Compute], ComputeKeys]:
+    """What computations of a graph read and write. It is told once for each object of a step, which programs of one
+    search share, and kept with the graph."""
+    kept: _Kept = vars(graph).setdefault("_compute_keys", _Kept())
+
+    def keys(step: Compute) -> ComputeKeys:
+        told = kept.get(id(step))
+        if told is None or told.step is not step:
+            told = kept[id(step)] = ComputeKeys(step, reads(graph, step), writes(graph, step))
+        return told
+
+    return keys
+
+
 class Values(NamedTuple):
     """What each step of a program reads and writes."""
 
@@ -43,7 +73,16 @@ class Values(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, program: Program) -> Self:
         """Those of a program of ``graph``."""
-        return cls([reads(graph, s) for s in program.steps], [writes(graph, s) for s in program.steps])
+        values, keys = cls([], []), compute_keys(graph)
+        for step in program.steps:
+            if isinstance(step, Compute):
+                told = keys(step)
+                values.reads.append(told.reads)
+                values.writes.append(told.writes)
+            else:
+                values.reads.append(((step.tensor, step.source),))
+                values.writes.append(((step.tensor, step.target),))
+        return values
 
 
 def provider_of(graph: Graph, have: dict[Key, int], key: Key) -> int:

@@ -20,8 +20,9 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
 
 from hetspmd.placement import PARTIAL, REPLICATE, Placement
+from hetspmd.program.dataflow import compute_keys
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.program import Communicate, Compute, Program, Step
 from hetspmd.program.schedule import Places, Schedule
 from hetspmd.program.time_split import Phase, results_of
 from hetspmd.rules.theory import Theory
@@ -60,54 +61,64 @@ def loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSte
 
 
 def _loop_steps(graph: Graph, batches: MicroBatches, program: Program) -> LoopSteps:
-    phases = batches.loop.phases
-    read: dict[int, set[Placement]] = {}
-    for step in program.steps:
-        if isinstance(step, Compute) and phases[step.instruction] == "in":
-            for tensor, form in zip(graph.instructions[step.instruction].inputs, step.row.pre, strict=True):
-                read.setdefault(tensor, set()).add(form)
+    phases, keys = batches.loop.phases, compute_keys(graph)
+    read = _read_in_loop(graph, batches, program)
     once: set[Value] = {(c.tensor, REPLICATE) for c in graph.constants}
-    repeated: dict[Value, None] = {}
+    repeated: set[Value] = set()
     places: list[int] = []
 
     def only_in_loop(key: Value) -> bool:
         return not _has(once, key) and _has(repeated, key)
 
+    made_in_loop: list[tuple[Value, ...]] = []
     for place, step in enumerate(program.steps):
         if isinstance(step, Compute):
-            node = graph.instructions[step.instruction]
-            needed = zip(node.inputs, step.row.pre, strict=True)
             phase = phases[step.instruction]
-            inside = phase == "in" or (phase == "before" and any(map(only_in_loop, needed)))
-            made = [key for key in zip(node.outputs, step.row.post, strict=True) if key[0] >= 0]
+            if phase != "before":  # nothing that is made before the loop reads it
+                if phase == "in":
+                    places.append(place)
+                    made_in_loop.append(keys(step).writes)
+                continue
+            _, needed, made = keys(step)
+            inside = any(map(only_in_loop, needed))
         else:
             inside = _runs_in_loop(graph, batches, step, read) or (
                 batches.is_made_before(graph, step.tensor) and only_in_loop((step.tensor, step.source))
             )
-            made = [(step.tensor, step.target)]
+            made = ((step.tensor, step.target),)
         if inside:
             places.append(place)
-            repeated.update(dict.fromkeys(made))
+            repeated.update(made)
         else:
             once.update(made)
-    return LoopSteps(frozenset(places), frozenset(repeated))
+    return LoopSteps(frozenset(places), frozenset(repeated.union(*made_in_loop)))
+
+
+def _read_in_loop(graph: Graph, batches: MicroBatches, program: Program) -> dict[int, set[Placement]]:
+    """In which placements the loop reads the sums that leave it and that collectives turn, by tensor."""
+    moved = {step.tensor for step in program.steps if isinstance(step, Communicate)} & batches.summed
+    readers = {reader for tensor in moved for reader in graph.consumers.get(tensor, ())}
+    phases, keys = batches.loop.phases, compute_keys(graph)
+    read: dict[int, set[Placement]] = {}
+    for step in program.steps:
+        if isinstance(step, Compute) and step.instruction in readers and phases[step.instruction] == "in":
+            for tensor, form in keys(step).reads:
+                read.setdefault(tensor, set()).add(form)
+    return read
 
 
 def step_phases(graph: Graph, batches: MicroBatches, program: Program) -> tuple[Phase, ...]:
     """When each step of a program runs: before the loop, in it, or after it."""
     inside, phases = loop_steps(graph, batches, program).places, batches.loop.phases
 
-    def phase(place: int) -> Phase:
-        step = program.steps[place]
-        if place in inside:
-            return "in"
+    def phase(step: Step) -> Phase:
         if isinstance(step, Compute):
             return phases[step.instruction]
         if batches.placements[step.tensor] != REPLICATE:
             return "after"
         return phases[graph.producers[step.tensor]]
 
-    return tuple(map(phase, range(len(program.steps))))
+    return tuple(["in" if place in inside else phase(step) for place, step in enumerate(program.steps)])
 
 
 def loop_order(graph: Graph, program: Program, schedule: Schedule, batches: MicroBatches) -> list[Places]:

@@ -46,7 +46,7 @@ def saved_tensors(
 ) -> tuple[SavedTensor, ...]:
     """What crosses between the graphs of a program that gives ``gradients``. ``forward`` and ``backward`` are the
     places of their steps in the program, in order; ``values`` what each step reads and writes."""
-    produced = {key for place in forward for key in values.writes[place]}
+    produced = set[Key]().union(*[values.writes[place] for place in forward])
     have: set[Key] = set() if graph.tangent is None else {(graph.tangent, REPLICATE)}
     whole: dict[Key, None] = {}
     derived: dict[Key, None] = {}
@@ -61,7 +61,8 @@ def saved_tensors(
 
     for place in backward:
         for key in values.reads[place]:
-            read(key)
+            if key not in have:
+                read(key)
         have.update(values.writes[place])
     for result in gradients:
         read((result.tensor, result.form))

@@ -16,7 +16,7 @@ collectives in the same order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -26,6 +26,7 @@ from hetspmd.program.program import Communicate, Compute, Program, Result
 from hetspmd.program.saved_tensors import SavedTensor, saved_tensors
 from hetspmd.program.step_order import Order
 from hetspmd.rules.theory import Theory
+from hetspmd.trace.graph import Graph
 
 Places = tuple[int, ...]
 """Places in a program's steps of what a local graph does at once: of one step, or of the collectives of a
@@ -99,28 +100,23 @@ def make_schedule(
     Raises PlanError if a step reads what is not there, and ValueError for a distance below 1.
     """
     graph = theory.graph
-    have: dict[Key, int] = {}
-    provider: list[list[int]] = []
     values = Values.of(graph, program) if values is None else values
-    for index, (before, after) in enumerate(zip(*values, strict=True)):
-        provider.append([have[key] if key in have else provider_of(graph, have, key) for key in before])
-        for key in after:
-            have.setdefault(key, index)
+    have, provider = _providers(graph, values)
 
-    def closure(results: Iterable[Result | None]) -> set[int]:
-        stack = [provider_of(graph, have, (r.tensor, r.form)) for r in results if r is not None]
-        needed: set[int] = set()
-        while stack:
-            index = stack.pop()
-            if index not in needed:
-                needed.add(index)
-                stack += provider[index]
+    def closure(results: Iterable[Result | None], there: Container[int]) -> set[int]:
+        """The steps from which results are derived; of those that are ``there``, whose own are known, no more."""
+        needed = {provider_of(graph, have, (r.tensor, r.form)) for r in results if r is not None}
+        for index in range(max(needed, default=-1), -1, -1):  # a step reads what is before it
+            if index in needed and index not in there:
+                needed.update(provider[index])
         return needed
 
-    early = closure((program.loss, *program.outputs, *program.buffers))
+    early = closure((program.loss, *program.outputs, *program.buffers), ())
     there = graph.sources if graph.tangent is None else graph.sources - {graph.producers[graph.tangent]}
-    early.update(i for i, s in enumerate(program.steps) if isinstance(s, Compute) and s.instruction in there)
-    late = closure(program.gradients) - early
+    early.update(
+        [i for i, s in enumerate(program.steps) if isinstance(s, Compute) and s.instruction in there]
+    )
+    late = closure(program.gradients, early) - early
 
     def ordered(members: set[int]) -> Sequence[int]:
         return Order(theory, program, values, sorted(members), provider, prefetch_distance).places
@@ -133,3 +129,18 @@ def make_schedule(
         prefetch_distance=prefetch_distance,
         bucket_bytes=bucket_bytes,
     )
+
+
+def _providers(graph: Graph, values: Values) -> tuple[dict[Key, int], list[list[int]]]:
+    """The step that first makes each value, and the steps that each step reads. Raises PlanError if a step reads
+    what is not there."""
+    have: dict[Key, int] = {}
+    provider: list[list[int]] = []
+    for index, (before, after) in enumerate(zip(*values, strict=True)):
+        try:
+            provider.append([have[key] for key in before])
+        except KeyError:
+            provider.append([provider_of(graph, have, key) for key in before])
+        for key in after:
+            have.setdefault(key, index)
+    return have, provider

@@ -51,68 +51,75 @@ class Order:
         self.fetched: set[int] = set()
         self.put_off: set[int] = set()
         self.followers: dict[int, list[int]] = {}
+        self._divide(members)
+        self.places = self._ordered([i for i in members if i in self.source_steps], self._standing(members))
+
+    def _divide(self, members: Sequence[int]) -> None:
+        """Say which steps are given, prefetched, put off, or follow others."""
+        steps, provider, here, given = self.program.steps, self.provider, self.members, self.source_steps
+        sources, second_reads = self.graph.sources, self.graph.second_reads
         computed: list[int] = []
         sent: set[int] = set()
         late: set[int] = set()
-        sources, second_reads = self.graph.sources, self.graph.second_reads
         for index in members:
-            step = program.steps[index]
+            step = steps[index]
             if isinstance(step, Communicate):
                 late.add(index)
                 (source,) = provider[index]
                 sent.add(source)
-                if source in self.source_steps or source not in self.members:
+                if source in given or source not in here:
                     self.fetched.add(index)
-                elif isinstance(program.steps[source], Compute):
+                elif isinstance(steps[source], Compute):
                     self.followers.setdefault(source, []).append(index)
             elif step.instruction in sources:
-                self.source_steps.add(index)
-            elif step.instruction in second_reads and all(
-                p in self.source_steps or p not in self.members for p in provider[index]
-            ):
-                # The second reading of a parameter is a view of what is there.
-                self.source_steps.add(index)
-                computed.append(index)
+                given.add(index)
             else:
                 computed.append(index)
+                # The second reading of a parameter is a view of what is there.
+                if step.instruction in second_reads and all(
+                    p in given or p not in here for p in provider[index]
+                ):
+                    given.add(index)
         for index in computed:
             if not (late.isdisjoint(provider[index]) or index in sent) and self._is_put_off(index):
                 self.put_off.add(index)
                 late.add(index)
-        self.places = self._ordered([i for i in members if i in self.source_steps], self._standing(members))
 
     def _standing(self, members: Sequence[int]) -> list[int]:
         """What is neither given, nor prefetched, nor put off, in order."""
         moved = self.source_steps | self.fetched | self.put_off
-        moved.update(i for group in self.followers.values() for i in group)
+        followers = self.followers
+        moved.update(i for group in followers.values() for i in group)
         standing: list[int] = []
         for index in members:
             if index not in moved:
-                standing += [index, *self.followers.get(index, ())]
+                standing.append(index)
+                if index in followers:
+                    standing += followers[index]
         return standing
 
     def _ordered(self, sources: list[int], standing: list[int]) -> list[int]:
         """All steps: before each of ``standing`` that needs a group of prefetched collectives the next group that
         is not on its way, and what was put off and is needed now."""
-        needs: list[Sequence[int]] = []
+        needs: list[tuple[int, list[int]]] = []
         there: set[int] = set()
-        moved = self.fetched | self.put_off
-        for index in standing:
-            if moved.isdisjoint(self.provider[index]):
-                needs.append(())
-                continue
-            needs.append(self._needs(index, moved, there))
-            there.update(needs[-1])
+        moved, provider = self.fetched | self.put_off, self.provider
+        for at, index in enumerate(standing):
+            if not moved.isdisjoint(provider[index]):
+                needs.append((at, self._needs(index, moved, there)))
+                there.update(needs[-1][1])
         rest = sorted(moved - there)
-        groups = [[i for i in need if i in self.fetched] for need in (*needs, rest)]
+        groups = [[i for i in need if i in self.fetched] for _, need in (*needs, (len(standing), rest))]
         waiting = iter([group for group in groups if group])
         places = [*sources, *chain.from_iterable(islice(waiting, self.prefetch_distance))]
-        for need, group, index in zip(needs, groups, standing, strict=False):
+        done = 0
+        for (at, need), group in zip(needs, groups, strict=False):
+            places += standing[done:at]
+            done = at
             if group:
                 places += next(waiting, ())
             places += [i for i in need if i in self.put_off]
-            places.append(index)
-        return places + [i for i in rest if i in self.put_off]
+        return [*places, *standing[done:], *(i for i in rest if i in self.put_off)]
 
     def _needs(self, index: int, moved: set[int], there: set[int]) -> list[int]:
         """What of ``moved`` (the prefetched collectives and the put off steps) must come before a step, ascending,

@@ -154,7 +154,8 @@ class Space:
         return tuple(by_tensor)
 
     def compute(self, instruction: int, row: int) -> Compute:
-        """The step of an instruction by one of its rows; always the same object."""
+        """The step of an instruction by one of its rows; always the same object in all spaces of a theory, so that
+        what is told of a step is told once."""
         step = self._computes.get((instruction, row))
         if step is None:
             step = self._computes[instruction, row] = Compute(instruction, self.theory.rows[instruction][row])
@@ -166,7 +167,8 @@ class Space:
 
     @cached_property
     def _computes(self) -> dict[tuple[int, int], Compute]:
-        return {}
+        kept: dict[tuple[int, int], Compute] = vars(self.theory).setdefault("_computes", {})
+        return kept
 
 
 def _quoted(names: list[str]) -> list[str]:
