@@ -94,12 +94,12 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     """
     costs = ctx.costs(ctx.everyone)
     rounds = alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
+    if ctx.quick and not any(candidate.fits for candidate in rounds.candidates):
+        raise _none_fits(rounds.lacking)  # fewer devices have less memory; ZeRO's levels are tried besides
     kinds = baselines(ctx, costs)
     tried = [*kinds.values(), *rounds.candidates]
     best = best_of(ctx, tried)
     if best is None:
-        if ctx.quick:  # fewer devices have less memory; programs in shards are among ZeRO's levels
-            raise _none_fits(rounds.lacking)
         tried += in_shards(ctx, costs, [*kinds.values(), *rounds.replaced])
         best = best_of(ctx, tried)
     if best is not None:

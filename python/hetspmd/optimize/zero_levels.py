@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from hetspmd.codec.tables import counted
+from hetspmd.cost.lasting_bytes import lasting_bytes
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array
 from hetspmd.errors import ConstraintError, MemoryLimitError
@@ -195,16 +196,22 @@ def _level(ctx: Synthesis, level: int) -> list[Candidate]:
         candidate = searched_within(own, own.everyone, constraints, (ratios, lengths), f"ZeRO-{level}{how}")
         return [] if candidate is None else [candidate]
 
+    def otherwise(candidate: Candidate, stored: Lengths, how: str) -> list[Candidate]:
+        """The level with parameters stored otherwise; a quick synthesis does not search what cannot fit."""
+        lasting = lasting_bytes(theory, candidate.program, stored, own.batches)
+        return [] if ctx.quick and (lasting > capacities(costs)).any() else at(stored, how)
+
     lengths = lengths_for(theory.axes, ratios)
     candidates = at(lengths, "")
     for candidate in candidates[:1]:
         free = storage_axes(theory, candidate.program)
-        candidates += at(stored_evenly(theory, lengths, ratios, free), ", stored evenly")
+        even = stored_evenly(theory, lengths, ratios, free)
+        candidates += otherwise(candidate, even, ", stored evenly")
         if np.isfinite(capacities(costs)).all():
             room = _room(candidates[-1], capacities(costs), free)
             if room.sum() > 0:
                 filled = stored_evenly(theory, lengths, ratios, free, room.tolist())
-                candidates += at(filled, ", stored where there is room")
+                candidates += otherwise(candidate, filled, ", stored where there is room")
     return candidates
 
 
