@@ -10,6 +10,7 @@ import pytest
 from program_builder import cheap_random_program, data_parallel, random_program, uneven
 from small_models import case
 
+from hetspmd.cost.lasting_bytes import lasting_bytes
 from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.memory import Holdings
 from hetspmd.errors import MicroBatchError
@@ -68,6 +69,9 @@ def check_bound(theory: Theory, batches: MicroBatches | None, seed: int, worlds:
             assert needed.total <= peaks.sum()
             assert (least.at(lengths) <= peaks).all(), (seed, least.at(lengths), peaks)
             known = max(known, needed.total / peaks.sum())
+            lasting = lasting_bytes(theory, program, lengths, batches)
+            assert (lasting <= peaks).all(), (seed, lasting, peaks)
+            assert (lasting > 0).any(), "parameters are held in any case"
     return known
 
 

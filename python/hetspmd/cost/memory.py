@@ -221,18 +221,20 @@ class Holdings:
             np.array([*values, *beside], dtype=np.int64) for values, beside in zip(told, columns, strict=True)
         )
 
-    def at(self, lengths: Lengths, completed: Mapping[int, int] | None = None) -> MemoryProfile:
-        """The profile at integer lengths.
+    def at(
+        self, lengths: Lengths, completed: Mapping[int, int] | None = None, *, buffers: bool = True
+    ) -> MemoryProfile:
+        """The profile at integer lengths; ``buffers``: with what collectives hold for themselves.
 
         completed  the step of the program before which each collective, by its own step, has completed; one that is
                    not there completes where its result is first read. Default: all right after they were started
         """
         if lengths.world == 1 and not self._alone:
-            return self._on_one.at(lengths)
+            return self._on_one.at(lengths, buffers=buffers)
         completed = self._moments(completed)
         units, of = self._places.units(lengths)
         first, end, axis, amount = self._first, self._end, self._axis, self._amount
-        if self._transits and lengths.world > 1:
+        if buffers and self._transits and lengths.world > 1:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 4)
             first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
             axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])

@@ -201,11 +201,11 @@ class StepModel:
 
     def may_fit(self, lengths: Lengths) -> bool:
         """Whether what is held at least leaves the devices' memory room. This is known before any simulation: the
-        parameters, the optimizer's state and the gradients, and what is held if collectives end at once."""
+        parameters, the optimizer's state and the gradients, and all that is held but for buffers of collectives."""
         capacity, theory, batches = self.model.capacity, self.model.theory, self.model.batches
         if (lasting_bytes(theory, self.program, lengths, batches) > capacity).any():
             return False
-        return not self.executed.at(lengths).lacking(capacity).any()
+        return not self.executed.at(lengths, buffers=False).lacking(capacity).any()
 
     def held(self, lengths: Lengths) -> MemoryProfile:
         """What is held at integer lengths in the executed order, buffers of collectives as long as the simulation
