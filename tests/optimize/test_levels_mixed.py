@@ -19,7 +19,7 @@ from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.program.loop_steps import loop_steps
-from hetspmd.program.micro_batches import MicroBatches, micro_batches
+from hetspmd.program.micro_batches import MicroBatches, micro_batches, samples
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.report.zero_text import zero_levels
 from hetspmd.rules.theory import Theory, derive
@@ -187,3 +187,31 @@ def test_numbers_between_powers_of_two_are_tried_where_each_micro_batch_waits(
 
     assert best_number(theory, "auto", planned).cost.step_seconds == seconds
     assert tried == numbers
+
+
+@pytest.mark.parametrize("fits_from", [8, 10**6])
+def test_numbers_are_tried_quickly_and_the_most_thoroughly_where_none_fits(fits_from: int) -> None:
+    """Quick plans decide; where they say of every number that nothing fits, the last one is asked thoroughly."""
+    theory, _ = divided(2)
+    most = max(samples(theory, theory.batch_axes), 1)
+    thorough: list[int] = []
+
+    def count_of(batches: MicroBatches | None) -> int:
+        return 1 if batches is None else batches.count
+
+    def made(count: int) -> Any:
+        cost = SimpleNamespace(step_seconds=float(count), per_device_compute=(float(count),))
+        return SimpleNamespace(cost=cost, considered=(), repeated=())
+
+    def quickly(_: Theory, batches: MicroBatches | None) -> Any:
+        if count_of(batches) < fits_from:
+            raise MemoryLimitError({0: (1, 1)}, ["d0"])
+        return made(count_of(batches))
+
+    def planned(_: Theory, batches: MicroBatches | None) -> Any:
+        thorough.append(count_of(batches))
+        return made(count_of(batches))
+
+    plan = best_number(theory, "auto", planned, quickly)
+    assert thorough == ([most] if fits_from > most else [])
+    assert plan.cost.step_seconds == min(fits_from, most)

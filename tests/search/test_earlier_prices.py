@@ -24,10 +24,12 @@ class Counted:
 
         monkeypatch.setattr(Searcher, "search", search)
 
-    def solve(self, part: float, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[SearchResult, int]:
+    def solve(
+        self, part: float, ranks: tuple[int, ...] = (0, 1, 2, 3), *, quick: bool = False
+    ) -> tuple[SearchResult, int]:
         self.searches, p = 0, self.p
-        known = Known(self.prices, ranks)
-        found = search_that_fits(p.searcher, p.limited(part), p.lengths, Limits(), p.free, known=known)
+        known, limited = Known(self.prices, ranks), p.limited(part)
+        found = search_that_fits(p.searcher, limited, p.lengths, Limits(), p.free, known=known, quick=quick)
         return found, self.searches
 
 
@@ -100,3 +102,29 @@ def test_devices_without_earlier_prices_are_searched_from_the_beginning(
     found, _ = counted.solve(0.75, (4, 5, 6, 7))
     alone, _ = Counted(p, monkeypatch).solve(0.75)
     assert found.cost <= 1.03 * alone.cost
+
+
+@pytest.mark.parametrize(("name", "parts"), [("stack", (0.8, 0.75)), ("llama", (0.95, 0.9))])
+def test_a_quick_search_finds_a_program_that_fits(
+    name: str, parts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From nothing, and near the prices of the one before: a few searches, and a program nearly as good."""
+    p = problem(name)
+    counted = Counted(p, monkeypatch)
+    for part in parts:
+        found, searches = counted.solve(part, quick=True)
+        whole, _ = Counted(p, monkeypatch).solve(part)
+        assert p.fits(found, part)
+        assert found.lower_bound <= min(found.cost, whole.cost)
+        assert found.cost <= 1.05 * whole.cost
+        assert searches <= 12
+
+
+def test_a_quick_search_ends_after_one_where_much_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(problem("stack"), monkeypatch)
+    with pytest.raises(MemoryLimitError, match="lacks"):
+        counted.solve(0.3, quick=True)
+    assert counted.searches == 1
+    assert counted.prices.exceeded is not None
+    found, _ = counted.solve(0.75, quick=True)
+    assert counted.p.fits(found, 0.75)
