@@ -11,10 +11,13 @@ import pytest
 from test_zero_levels import Net, batch, devices
 
 import hetspmd
+from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages
 from hetspmd.errors import MemoryLimitError, ProofError
 from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.optimize.in_micro_batches import best_number
+from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
@@ -24,7 +27,9 @@ from hetspmd.program.program import Communicate, Compute
 from hetspmd.report.zero_text import zero_levels
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search import constraints as known
+from hetspmd.search.constraints import Constraints
 from hetspmd.search.pricing import Pricing
+from hetspmd.search.search import Limits
 from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
 from workbench import cluster
@@ -69,6 +74,34 @@ def test_the_bound_is_of_programs_with_collectives_outside_of_the_loop_too() -> 
     theory, batches = divided(2)
     outside = plan_for(theory, plan.cluster, known.zero(theory, 1), plan.ratios, batches=batches)
     assert plan.search.lower_bound <= outside.search.cost * (1 + 1e-9)
+
+
+def test_costs_with_other_collectives_in_the_loop_are_those_of_a_model_of_their_own() -> None:
+    """The context keeps the costs of each set of collectives; they are as if each had been told alone, also of
+    collectives that were asked for before."""
+    theory, batches = divided(3)
+    assert batches is not None
+    where = Cluster.load(devices())
+    ctx = Synthesis(theory, where, Constraints(), Limits(), batches=batches)
+    sets = [repeated_in(theory, batches, level) for level in (1, 2, 3)]
+    assert len(set(sets)) == 3
+    moves = [
+        step
+        for repeated in sets
+        for step in plan_for(
+            theory, where, known.zero(theory, 3), SHARES, batches=replace(batches, repeated=repeated)
+        ).program.steps
+        if isinstance(step, Communicate)
+    ]
+    seen = set()
+    for repeated in (*sets, *reversed(sets)):
+        shared = ctx.with_repeated(repeated).costs(ctx.everyone)
+        own = CostModel(theory, where, replace(batches, repeated=repeated))
+        assert [shared.step_form(m) for m in moves] == [own.step_form(m) for m in moves]
+        assert [shared.times(m) for m in moves] == [own.times(m) for m in moves]
+        seen.add(tuple(shared.step_form(m) for m in moves))
+        assert ctx.with_repeated(repeated).costs(ctx.everyone) is shared
+    assert len(seen) == 3, "what is in the loop costs more"
 
 
 def test_another_batch_has_the_same_collectives_in_its_loop() -> None:

@@ -125,7 +125,7 @@ class CostModel(Moves):
         """The model of a step in the same micro-batches with other collectives in its loop. What does not depend on
         them is shared."""
         other = copy.copy(self)
-        other.batches = batches
+        other.batches, other._step_forms = batches, {}
         return other
 
     def times(self, step: Communicate) -> int:
