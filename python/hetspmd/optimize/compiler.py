@@ -216,7 +216,7 @@ class _Compilation:
                 batches=self.batches,
                 earlier_prices=self.prices,
                 quick=self.quick,
-                thresholds=QUICK if self.quick else THRESHOLDS,
+                thresholds=QUICK if self.quick and self.batches is not None else THRESHOLDS,
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
             if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):
