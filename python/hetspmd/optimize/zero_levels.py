@@ -84,6 +84,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
     best = _certified(ctx, best)
     ways = {"outside of the loop": outcome, "in the loop": in_loop} if batches else {"": outcome}
     considered = [c for way, one in ways.items() if one for c in _among(one.considered, way)]
+    considered += [_short(ctx, error) for error in (lacking, missing) if error is not None]
     iterations = next((one.iterations for one in (in_loop, outcome) if one), ())
     beside = outcome or _beside(_known_kinds(ctx, best, in_loop), levels.every())
     return best.evaluator.ctx, replace(
@@ -152,6 +153,18 @@ def _beside(outcome: Outcome, levels: Mapping[int, Candidate]) -> Outcome:
 def _taken(best: Candidate) -> Considered:
     return Considered(
         reason=best.reason, active=best.active, seconds=best.seconds, simulated=True, verdict="taken"
+    )
+
+
+def _short(ctx: Synthesis, lacking: MemoryLimitError) -> Considered:
+    """That no program was found that fits: what the nearest one lacks, and the seconds that any takes at least."""
+    return Considered(
+        reason="any other program",
+        active=ctx.everyone,
+        seconds=ctx.costs(ctx.everyone).lower_bound(),
+        simulated=False,
+        verdict="memory",
+        lacking=tuple(sorted((rank, missing) for rank, (missing, _) in lacking.lacking.items())),
     )
 
 
