@@ -21,7 +21,7 @@ class Thresholds:
     """The part that another search at prices of memory should gain: such a search takes several plain ones."""
 
     memory_attempts: int = 4
-    """Attempts at ratios whose whole units keep within the memory, and at programs that do on their way."""
+    """Attempts at ratios whose whole units keep within the memory."""
 
     far_from_fitting: float = 0.5
     """The part of a device's memory that the nearest program lacks, from which on a quick synthesis tries no other
