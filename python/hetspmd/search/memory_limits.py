@@ -23,8 +23,10 @@ estimated and priced too. What is found so has no part in the bound.
 
 Where prices outweigh all costs and higher ones give the same program again, still higher ones give no other.
 
-A search that is like an earlier one starts from its prices (:mod:`hetspmd.search.earlier_prices`). A quick one ends
-after a few uniform prices, or near the earlier ones, if no program fits there. That is no proof that none does.
+A search that is like an earlier one starts from its prices (:mod:`hetspmd.search.earlier_prices`). Another one
+first tries prices that are the same wherever programs exceed the memory, scaled until a program just fits. Cutting
+planes are then for the bound, and decide where nothing fits at those. A quick search has no cutting planes: it ends where
+nothing fits at either prices, which is no proof that nothing does.
 """
 
 from __future__ import annotations
@@ -80,10 +82,9 @@ FEW_SCALINGS = 4
 OUTWEIGHING = 3
 """At most so many searches at prices that outweigh all costs, before others."""
 
-UNIFORM = ((1.0, False), (4.0, False))
-"""The first prices, the same everywhere, in costs of the best program per capacity of a device, and whether what
-collectives hold is estimated. What is charged is less than what is held, so that much higher ones lead away from
-programs that fit."""
+UNIFORM = (1.0, 4.0)
+"""The first prices, the same everywhere, in costs of the best program per capacity of a device. What is charged is
+less than what is held, so that much higher ones lead away from programs that fit."""
 
 TOO_FAR = 0.2
 """A program that lacks more than this part of a device's memory at the first of these prices is too far from one
@@ -221,13 +222,13 @@ class _Lagrangian(Relaxation):
         """Whether a program fits at prices that are the same wherever one of the programs exceeds the memory; if
         one does, they are scaled until one just fits."""
         places: list[Place] = []
-        for times, estimated in UNIFORM:
+        for times in UNIFORM:
             places += self.exceeded(places)
-            price, tilt = times * self.lines[0].result.cost, TILT if estimated else 0.0
+            price = times * self.lines[0].result.cost
             at = {(i, j): price / float(self.capacity[j]) for i, j in places}
-            if self.search(at, tilt, estimated):
+            if self.search(at):
                 end = len(self.searcher.space.theory.graph.instructions)
-                return self._near(at, PricedAt({}, end, tilt, estimated), self.lines[-1].result, quick=quick)
+                return self._near(at, PricedAt({}, end), self.lines[-1].result, quick=quick)
             if self.part() > TOO_FAR:
                 return False
         return False
