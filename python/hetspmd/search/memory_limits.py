@@ -25,8 +25,8 @@ Where prices outweigh all costs and higher ones give the same program again, sti
 
 A search that is like an earlier one starts from its prices (:mod:`hetspmd.search.earlier_prices`). Another one
 first tries prices that are the same wherever programs exceed the memory, scaled until a program just fits. Cutting
-planes are then for the bound, and decide where nothing fits at those. A quick search has no cutting planes: it ends where
-nothing fits at either prices, which is no proof that nothing does.
+planes are then for the bound, and decide where nothing fits at those. A quick search has no cutting planes: it
+ends where nothing fits at either prices, which is no proof that nothing does.
 """
 
 from __future__ import annotations
