@@ -55,8 +55,22 @@ __all__ = [
 ]
 
 
+def _restored(kind: type[HetspmdError], args: tuple[object, ...], state: dict[str, object]) -> HetspmdError:
+    """An error as it was, whatever its class is made of."""
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
 class HetspmdError(Exception):
-    """Base of every error that hetspmd raises on purpose. The CLI exits with status 2 on it."""
+    """Base of every error that hetspmd raises on purpose. The CLI exits with status 2 on it.
+
+    Each can be pickled: other processes are told of it as it is, with its attributes.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, dict(vars(self)))
 
 
 class ClusterError(HetspmdError):
@@ -317,9 +331,6 @@ class StepMemoryError(ProfileError):
             f"a step needs more than {_size(memory)}: {_size(needed)} of tensors are there; give it fewer rows, or "
             "more with --memory"
         )
-
-    def __reduce__(self) -> tuple[type[StepMemoryError], tuple[int, int]]:
-        return type(self), (self.needed, self.memory)
 
 
 class GradientError(HetspmdError):

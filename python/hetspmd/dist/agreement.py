@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
-from hetspmd import errors
 from hetspmd.errors import HetspmdError, PlanError, PlanMismatchError
 from hetspmd.plan.plan import Plan
 from hetspmd.dist.communicator import Communicator
@@ -15,7 +15,7 @@ from hetspmd.dist.communicator import Communicator
 def agreed_plan(communicator: Communicator, make: Callable[[], Plan]) -> Plan:
     """The plan that rank 0 makes, on every rank.
 
-    A HetspmdError on rank 0 is raised on every rank, as the same class with the same message.
+    A HetspmdError on rank 0 is raised on every rank, with its class, message and attributes.
     """
     (plan,) = agreed_plans(communicator, lambda: {"": make()}).values()
     return plan
@@ -34,9 +34,9 @@ def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]
             message = ("plans", "", {key: plan.to_json() for key, plan in own.items()})
         except HetspmdError as error:
             failure = error
-            message = ("error", type(error).__name__, str(error))
+            message = ("error", str(error), _packed(error))
         except BaseException as error:
-            message = ("error", "HetspmdError", f"rank 0 could not compile: {type(error).__name__}: {error}")
+            message = ("error", f"rank 0 could not compile: {type(error).__name__}: {error}", b"")
             communicator.exchange(message)
             raise
     first = communicator.exchange(message)[0]
@@ -44,10 +44,10 @@ def agreed_plans(communicator: Communicator, make: Callable[[], dict[str, Plan]]
         raise failure
     if own is not None:
         return own
-    kind, name, content = first
+    kind, text, content = first
     if kind == "error":
-        raise _error_class(name)(content)
-    return {key: Plan.from_json(text, trial=False) for key, text in content.items()}
+        raise _unpacked(text, content)
+    return {key: Plan.from_json(plan, trial=False) for key, plan in content.items()}
 
 
 def agreed_content(communicator: Communicator, make: Callable[[], Any]) -> Any:
@@ -61,24 +61,34 @@ def agreed_content(communicator: Communicator, make: Callable[[], Any]) -> Any:
             message = ("content", "", make())
         except HetspmdError as error:
             failure = error
-            message = ("error", type(error).__name__, str(error))
+            message = ("error", str(error), _packed(error))
         except BaseException as error:
             text = f"rank 0 could not trace: {type(error).__name__}: {error}"
-            communicator.exchange(("error", "HetspmdError", text))
+            communicator.exchange(("error", text, b""))
             raise
-    kind, name, content = communicator.exchange(message)[0]
+    kind, text, content = communicator.exchange(message)[0]
     if failure is not None:
         raise failure
     if kind == "error":
-        raise _error_class(name)(content)
+        raise _unpacked(text, content)
     return content
 
 
-def _error_class(name: str) -> type[HetspmdError]:
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, HetspmdError):
-        return kind
-    return HetspmdError
+def _packed(error: HetspmdError) -> bytes:
+    """An error for other ranks; nothing of one that holds what cannot be sent."""
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return b""
+
+
+def _unpacked(text: str, packed: bytes) -> HetspmdError:
+    """The error of another rank; one that has its text alone, where this rank cannot have more."""
+    try:
+        error = pickle.loads(packed) if packed else None
+    except Exception:
+        error = None
+    return error if isinstance(error, HetspmdError) else HetspmdError(text)
 
 
 def loaded_plan(communicator: Communicator, plan: Plan | str | os.PathLike[str]) -> Plan:
