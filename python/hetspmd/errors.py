@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Self
 
@@ -55,22 +56,11 @@ __all__ = [
 ]
 
 
-def _restored(kind: type[HetspmdError], args: tuple[object, ...], state: dict[str, object]) -> HetspmdError:
-    """An error as it was, whatever its class is made of."""
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(state)
-    return error
-
-
 class HetspmdError(Exception):
-    """Base of every error that hetspmd raises on purpose. The CLI exits with status 2 on it.
-
-    Each can be pickled: other processes are told of it as it is, with its attributes.
-    """
+    """Base of every error that hetspmd raises on purpose (exit status 2 of the CLI). Each can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (type(self), self.args, dict(vars(self)))
+        return copyreg.__newobj__, (type(self), *self.args), dict(vars(self))  # type: ignore[attr-defined]
 
 
 class ClusterError(HetspmdError):
