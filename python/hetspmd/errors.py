@@ -60,6 +60,7 @@ class HetspmdError(Exception):
     """Base of every error that hetspmd raises on purpose (exit status 2 of the CLI). Each can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
+        # Made without __init__, which may take other arguments. The type stubs lack this function of pickle.
         return copyreg.__newobj__, (type(self), *self.args), dict(vars(self))  # type: ignore[attr-defined]
 
 

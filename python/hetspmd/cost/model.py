@@ -154,16 +154,7 @@ class CostModel(Moves):
 
     def values(self, program: Program) -> Values:
         """What the steps of a program read and write."""
-        values = Values([], [])
-        for step in program.steps:
-            if isinstance(step, Compute):
-                told = self.facts(step)
-                values.reads.append(told.reads)
-                values.writes.append(told.writes)
-            else:
-                values.reads.append(((step.tensor, step.source),))
-                values.writes.append(((step.tensor, step.target),))
-        return values
+        return Values.of(self.theory.graph, program)
 
     def row_index(self, instruction: int, row: Triple) -> int:
         """The index of ``row`` among the rows of the instruction. Raises ValueError if it is none of them."""
