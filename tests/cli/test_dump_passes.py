@@ -59,6 +59,18 @@ def test_accelerators_of_machines(command, targets, tmp_path: Path) -> None:
     assert all(sorted(os.listdir(folder / name)) == FILES for name in folders)
 
 
+def test_a_step_in_micro_batches(command, targets, tmp_path: Path) -> None:
+    cluster, folder = tmp_path / "shared.yaml", tmp_path / "passes"
+    cluster.write_text(SHARED)
+    arguments = ("compile", targets, "--cluster", cluster, "--micro-batches", "2", "--dump-passes", folder)
+    assert command(*arguments).status == 0
+    for rank in range(3):
+        assert sorted(os.listdir(folder / f"rank{rank}")) == FILES
+        last = (folder / f"rank{rank}" / FILES[-1]).read_text()
+        assert last.startswith(f"# rank {rank} of a program on ranks 0-2\nmicro-batch 0, with what is before")
+        assert "\nmicro-batch 1, with what is after the loop\n" in last
+
+
 def test_idle_ranks_have_no_folder(command, targets, cluster, tmp_path: Path) -> None:
     outcome = command("compile", targets, "--cluster", cluster, "--dump-passes", tmp_path, "--json", "-")
     assert outcome.status == 0

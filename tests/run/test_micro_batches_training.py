@@ -303,16 +303,6 @@ def test_rows_of_buffers_and_gradients_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
-def test_what_does_not_go_together_is_refused() -> None:
-    plan = hetspmd.compile(Model().double(), batch(9, 0), DEVICES, micro_batches=2)
-    _ = plan.theory, plan.digest
-    with pytest.raises(OptionError, match="compile= does not work with micro_batches="):
-        on_ranks(lambda hap: None, compile=True)
-    with pytest.raises(OptionError, match="cannot be recorded"):
-        on_ranks(lambda hap: hap.record().__enter__())
-
-
-@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
 def test_tune_measures_plans_in_micro_batches() -> None:
     models = [Model().double() for _ in range(DEVICES.ranks)]
 

@@ -9,10 +9,10 @@ import torch
 
 from hetspmd.codec.files import write_output
 from hetspmd.errors import OutputError
-from hetspmd.lower.graph_text import graphs_text
-from hetspmd.lower.local_program import LocalGraphs, numbered
+from hetspmd.lower.local_program import numbered
 from hetspmd.lower.lowering import active_ranks, lower_plan
-from hetspmd.lower.passes import Pass
+from hetspmd.lower.passes import Graphs, Pass
+from hetspmd.lower.turn_text import local_text
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
@@ -31,8 +31,8 @@ def dump_passes(plan: Plan, folder: Path) -> tuple[int, ...]:
         own = folder / f"rank{rank}"
         _make(own)
 
-        def write(place: int, each: Pass, graphs: LocalGraphs, own: Path = own, rank: int = rank) -> None:
-            text = f"# rank {rank} of a program on {among}\n{graphs_text(graphs)}"
+        def write(place: int, each: Pass, graphs: Graphs, own: Path = own, rank: int = rank) -> None:
+            text = f"# rank {rank} of a program on {among}\n{local_text(graphs)}"
             write_output(text, own / f"{place:02d}-{each.name}.txt")
 
         lower_plan(plan, rank, torch.device("cpu"), write)

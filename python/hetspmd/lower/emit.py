@@ -178,7 +178,7 @@ class GraphWriter:
     def _coalesce(self, bucket: Bucket | Together) -> None:
         pairs = [(m, *carried(m)[0]) for m in bucket.members]
         transfers = [(m, source, target) for m, source, target in pairs if target not in self.produced]
-        if len(transfers) < 2 or self.layout.world == 1:
+        if len(transfers) < 2 or all(self.layout.is_nothing(member) for member, _, _ in transfers):
             for member, _, _ in transfers:
                 self._communicate(member)
             return

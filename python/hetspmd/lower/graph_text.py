@@ -27,6 +27,7 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO, VALUE
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.local_program import LocalGraphs
+from hetspmd.lower.turns import TurnGraph
 from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried
@@ -41,33 +42,17 @@ def graphs_text(graphs: LocalGraphs) -> str:
     return "\n".join(_Text(graphs).lines()) + "\n"
 
 
-class _Text:
-    def __init__(self, graphs: LocalGraphs) -> None:
-        self.graphs, self.reference = graphs, graphs.reference
+class GraphText:
+    """The text of graphs, call by call."""
+
+    def __init__(self, graphs: LocalGraphs | TurnGraph) -> None:
+        self.groups, self.local_shape, self.reference = graphs.groups, graphs.local_shape, graphs.reference
         self.types = value_types(graphs)
 
-    def lines(self) -> Iterator[str]:
-        graphs = self.graphs
-        tensors, parameters = self.reference.tensors, self.reference.parameters
-        sources = [
-            "runtime",
-            *(f"parameter {p.name}" for p in parameters),
-            *(f"buffer {b.name}" for b in self.reference.buffers),
-            *(f"input {i.path}" for i in self.reference.inputs),
-        ]
-        yield "forward"
-        yield from self._graph(graphs.forward, sources, self._results_of_forward)
-        if graphs.backward is not None:
-            loss = self.reference.loss
-            of = "the loss" if loss is None else f"the loss {tensors[loss].name}"
-            yield ""
-            yield "backward"
-            said = ["runtime", f"the gradient of {of}", "what forward has saved"]
-            yield from self._graph(graphs.backward, said, self._results_of_backward)
-
-    def _graph(
+    def calls(
         self, graph: fx.Graph, sources: list[str], results: Callable[[Any], Iterator[tuple[str, Any]]]
     ) -> Iterator[str]:
+        """The lines of a graph. ``sources`` say what it is given; ``results`` name what it returns."""
         said = iter(sources)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -78,21 +63,6 @@ class _Text:
             else:
                 marks = "; ".join(self._marks(node))
                 yield f"  {self._value(node)} = {self._call(node)}" + (f"  # {marks}" if marks else "")
-
-    def _results_of_forward(self, returned: Any) -> Iterator[tuple[str, Any]]:
-        loss, outputs, changed, saved = returned
-        if loss is not None:
-            yield "loss", loss
-        yield from ((f"output[{i}]", value) for i, value in enumerate(outputs))
-        reference = self.reference
-        names = [f"buffer {reference.buffers[i].name}" for i in self.graphs.updated]
-        names += [f"parameter {reference.parameters[i].name}" for i in self.graphs.written]
-        yield from zip(names, changed, strict=True)
-        yield from ((f"saved[{i}]", value) for i, value in enumerate(saved))
-
-    def _results_of_backward(self, returned: Any) -> Iterator[tuple[str, Any]]:
-        for index, value in zip(self.graphs.differentiable, returned, strict=True):
-            yield f"gradient of {self.reference.parameters[index].name}", value
 
     def _value(self, node: fx.Node) -> str:
         """A value where it is made: its name, dtype, shape and form."""
@@ -129,7 +99,7 @@ class _Text:
     def _marks(self, node: fx.Node) -> Iterator[str]:
         """What else there is to say of a call."""
         if node.target in _STARTS:
-            groups = self.graphs.groups
+            groups = self.groups
             yield f"among {groups.across if node.target in _ACROSS else groups.own}"
             yield self._bytes(node)
         if node.kwargs.get("spare"):
@@ -142,12 +112,52 @@ class _Text:
 
     def _bytes(self, start: fx.Node) -> str:
         """What this rank gives to a collective and gets of it."""
-        tensors, shape = self.reference.tensors, self.graphs.local_shape
+        tensors, shape = self.reference.tensors, self.local_shape
         total = [0, 0]
         for pair in carried(start.meta["transfer"]):
             for side, key in enumerate(pair):
                 total[side] += ValueType(tensors[key[0]].dtype, shape(key)).nbytes
         return f"gives {total[0]} B, gets {total[1]} B"
+
+
+class _Text(GraphText):
+    def __init__(self, graphs: LocalGraphs) -> None:
+        super().__init__(graphs)
+        self.graphs = graphs
+
+    def lines(self) -> Iterator[str]:
+        graphs = self.graphs
+        tensors, parameters = self.reference.tensors, self.reference.parameters
+        sources = [
+            "runtime",
+            *(f"parameter {p.name}" for p in parameters),
+            *(f"buffer {b.name}" for b in self.reference.buffers),
+            *(f"input {i.path}" for i in self.reference.inputs),
+        ]
+        yield "forward"
+        yield from self.calls(graphs.forward, sources, self._results_of_forward)
+        if graphs.backward is not None:
+            loss = self.reference.loss
+            of = "the loss" if loss is None else f"the loss {tensors[loss].name}"
+            yield ""
+            yield "backward"
+            said = ["runtime", f"the gradient of {of}", "what forward has saved"]
+            yield from self.calls(graphs.backward, said, self._results_of_backward)
+
+    def _results_of_forward(self, returned: Any) -> Iterator[tuple[str, Any]]:
+        loss, outputs, changed, saved = returned
+        if loss is not None:
+            yield "loss", loss
+        yield from ((f"output[{i}]", value) for i, value in enumerate(outputs))
+        reference = self.reference
+        names = [f"buffer {reference.buffers[i].name}" for i in self.graphs.updated]
+        names += [f"parameter {reference.parameters[i].name}" for i in self.graphs.written]
+        yield from zip(names, changed, strict=True)
+        yield from ((f"saved[{i}]", value) for i, value in enumerate(saved))
+
+    def _results_of_backward(self, returned: Any) -> Iterator[tuple[str, Any]]:
+        for index, value in zip(self.graphs.differentiable, returned, strict=True):
+            yield f"gradient of {self.reference.parameters[index].name}", value
 
 
 def _name(target: Any) -> str:

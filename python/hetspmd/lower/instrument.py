@@ -19,8 +19,8 @@ Behind = Callable[[fx.Graph, fx.Node, fx.Node, Callable[[fx.Node], fx.Node]], No
 def instrumented(
     module: fx.GraphModule, watcher: object, name: str, behind: Behind, *, ends: tuple[str, str] | None = None
 ) -> fx.GraphModule:
-    """The copy, of a class called ``name``, with copies of the graphs that it calls. ``ends``: the watcher's
-    methods called before the first call and behind the last one."""
+    """The copy, of a class called ``name``, with copies of the graphs that it calls; calls are copied in the order
+    in which they run. ``ends``: the watcher's methods called before the first call and behind the last one."""
     copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op in ("placeholder", "get_attr")):
@@ -28,14 +28,15 @@ def instrumented(
     reader = copy.create_node("get_attr", _ATTRIBUTE)
     if ends is not None:
         copy.call_method(ends[0], (reader,))
+    attributes = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op == "get_attr"}
     for node in (n for n in nodes if n.op not in ("placeholder", "get_attr")):
         if node.op == "output" and ends is not None:
             copy.call_method(ends[1], (reader,))
         values[node] = copy.node_copy(node, values.__getitem__)
+        if node.op == "call_module":
+            called = str(node.target)
+            attributes[called] = instrumented(getattr(module, called), watcher, f"{name}_{called}", behind)
         if node.op != "output":
             behind(copy, reader, node, values.__getitem__)
-    attributes = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op == "get_attr"}
-    for target in {str(n.target) for n in nodes if n.op == "call_module"}:
-        attributes[target] = instrumented(getattr(module, target), watcher, f"{name}_{target}", behind)
     copy.lint()
     return fx.GraphModule({**attributes, _ATTRIBUTE: watcher}, copy, name)

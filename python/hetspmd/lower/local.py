@@ -64,7 +64,7 @@ class ActiveEmitter:
             constants=self.constants,
             reference=graph,
             local_shape=lambda key: layout.shape(key, self.at),
-            groups=self._groups(),
+            groups=self.groups(),
         )
 
     def interface(self) -> LocalInterface:
@@ -86,7 +86,8 @@ class ActiveEmitter:
             differentiable=differentiable if steps.gradients else (),
         )
 
-    def _groups(self) -> Groups:
+    def groups(self) -> Groups:
+        """Who takes part in the collectives."""
         if self.layout.levels == 1:
             return Groups(numbered("rank", self.ranks))
         places = zip(self.ranks, self.layout.places, strict=True)

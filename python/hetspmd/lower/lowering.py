@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hetspmd.cluster.machines import machine_of, ranks_of
-from hetspmd.errors import OptionError
 from hetspmd.lower.idle import IdleEmitter
 from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.passes import Emitter, Observer, run_passes
-from hetspmd.lower.turns import lower_turns, program_of_turns
+from hetspmd.lower.turns import TurnEmitter
 from hetspmd.placement import REPLICATE, shard
 from hetspmd.plan.check import check_step
 from hetspmd.program.level_layout import LevelLayout, RankPlace
@@ -42,14 +41,9 @@ def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer |
     emitter = emitter_of(plan, rank, device)
     if plan.batches is None or not isinstance(emitter, ActiveEmitter):
         return run_passes(emitter, observer)
-    if observer is not None:
-        raise OptionError(
-            "the passes of a step in micro-batches cannot be shown yet; use micro_batches=1 for them"
-        )
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
     layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
-    turns = plan.step_plan.turns(rank)
-    return program_of_turns(lower_turns(steps, layout, emitter.at.machine, device, turns), emitter)
+    return run_passes(TurnEmitter(steps, layout, emitter, plan.step_plan.turns(rank)), observer)
 
 
 def lower_place(

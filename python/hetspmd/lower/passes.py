@@ -7,7 +7,7 @@ state is taken from it before the next pass runs (``observer`` of :func:`run_pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -15,15 +15,27 @@ from torch import fx
 
 from hetspmd.lower import fuse
 from hetspmd.lower.emit import drop_unread
-from hetspmd.lower.local_program import LocalGraphs, LocalProgram
+from hetspmd.lower.local_program import LocalProgram
 from hetspmd.lower.reuse import mark_spare
 
 
-class Emitter(Protocol):
-    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.ActiveEmitter` or
-    :class:`~hetspmd.lower.idle.IdleEmitter`."""
+class Graphs(Protocol):
+    """The graphs of one rank: :class:`~hetspmd.lower.local_program.LocalGraphs`, or
+    :class:`~hetspmd.lower.turns.TurnGraphs` of a step in micro-batches."""
 
-    def emit(self) -> LocalGraphs:
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """All of them, to be rewritten in place."""
+
+    def program(self) -> LocalProgram:
+        """The program that a rank runs: the graphs as code."""
+
+
+class Emitter(Protocol):
+    """What writes the graphs of one rank of a plan: :class:`~hetspmd.lower.local.ActiveEmitter`,
+    :class:`~hetspmd.lower.turns.TurnEmitter` or :class:`~hetspmd.lower.idle.IdleEmitter`."""
+
+    def emit(self) -> Graphs:
         """The graphs, newly written. Raises PlanError if the program reads what it has not produced."""
 
 
@@ -32,10 +44,10 @@ class Lowering:
     """The state of the lowering of one rank: who writes its graphs, and the graphs once they are written."""
 
     emitter: Emitter
-    written: LocalGraphs | None = None
+    written: Graphs | None = None
 
     @property
-    def graphs(self) -> LocalGraphs:
+    def graphs(self) -> Graphs:
         """The graphs, which the first pass has written."""
         assert self.written is not None, "the first pass writes the graphs"
         return self.written
@@ -110,7 +122,7 @@ PASSES: Final[tuple[Pass, ...]] = (
 )
 """All passes, in the order in which they run. In the graphs of an idle rank the rewrites find nothing to do."""
 
-Observer = Callable[[int, Pass, LocalGraphs], None]
+Observer = Callable[[int, Pass, Graphs], None]
 """Called after each pass with its place in the list, the pass, and the graphs, which it must leave as they are."""
 
 
@@ -123,3 +135,11 @@ def run_passes(emitter: Emitter, observer: Observer | None = None) -> LocalProgr
         if observer is not None:
             observer(place, each, state.graphs)
     return state.graphs.program()
+
+
+def rewrite(graphs: Iterable[fx.Graph]) -> None:
+    """Let all passes but the first one rewrite graphs, in place."""
+    for graph in graphs:
+        for each in PASSES:
+            if isinstance(each.run, Rewrite):
+                each.run.rewrite(graph)

@@ -11,7 +11,7 @@ The backward graph multiplies them by the gradient that comes in, in which they 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final
@@ -21,8 +21,8 @@ from torch import fx
 
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.local import ActiveEmitter
-from hetspmd.lower.local_program import LocalInterface, LocalProgram
-from hetspmd.lower.passes import PASSES, Rewrite
+from hetspmd.lower.local_program import Groups, LocalInterface, LocalProgram
+from hetspmd.lower.passes import rewrite
 from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.level_layout import RankPlace
 from hetspmd.program.levels import Key
@@ -30,6 +30,7 @@ from hetspmd.program.time_split import Phase
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
 from hetspmd.trace.evaluate import constant_value
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import torch_dtype
 
 aten = torch.ops.aten
@@ -64,26 +65,95 @@ class LocalTurns:
         return tuple(key for key in self.steps.leaving if not is_sharded(key[1]))
 
 
+@dataclass(frozen=True)
+class TurnGraph:
+    """The graph of one turn, as it was written or while passes rewrite it.
+
+    Attributes:
+        number: The micro-batch that it takes.
+        first: Whether what is before the loop is in it.
+        last: Whether what is after the loop is in it.
+        forward: The graph, which has the forward and the backward of the micro-batch.
+        constants: The attributes that the graphs of the rank read, by name.
+        reference: The graph of the single device.
+        local_shape: The shape that a value has on this rank, of a key ``(tensor, form in time, form on the
+            devices)``.
+        groups: Who takes part in the collectives.
+    """
+
+    number: int
+    first: bool
+    last: bool
+    forward: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+    reference: Graph
+    local_shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    groups: Groups
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graph alone."""
+        return (self.forward,)
+
+    def module(self) -> fx.GraphModule:
+        """The graph as code."""
+        wanted = {str(n.target) for n in self.forward.nodes if n.op == "get_attr"}
+        constants = {k: v for k, v in self.constants.items() if k in wanted}
+        return fx.GraphModule(constants, self.forward, f"Turn{self.number}")
+
+
+@dataclass(frozen=True)
+class TurnGraphs:
+    """The graphs of all turns of a rank, as they were written or while passes rewrite them. ``interface`` tells
+    what the rank is given and returns."""
+
+    turns: tuple[TurnGraph, ...]
+    steps: TurnSteps
+    layout: TurnLayout
+    interface: Callable[[], LocalInterface]
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """One for each turn."""
+        return tuple(turn.forward for turn in self.turns)
+
+    def local_turns(self) -> LocalTurns:
+        """The graphs as code."""
+        return LocalTurns(tuple(turn.module() for turn in self.turns), self.steps, self.layout)
+
+    def program(self) -> LocalProgram:
+        """The local program that runs all of a step."""
+        interface, turns = self.interface(), self.local_turns()
+        given = {field.name: getattr(interface, field.name) for field in fields(LocalInterface)}
+        backward = _scaled(len(self.steps.gradients)) if self.steps.gradients else None
+        return LocalProgram(**given, forward=_forward(turns, interface), backward=backward)
+
+
+class TurnEmitter:
+    """Writes the graphs of an active rank for a step in micro-batches. ``of`` would write those of a step in one;
+    ``turns`` are the micro-batches that the rank takes, in their order
+    (:meth:`hetspmd.plan.step_plan.StepPlan.turns`)."""
+
+    def __init__(self, steps: TurnSteps, layout: TurnLayout, of: ActiveEmitter, turns: Sequence[int]) -> None:
+        self.steps, self.layout, self.of, self.turns = steps, layout, of, turns
+
+    def emit(self) -> TurnGraphs:
+        """The graphs. Raises PlanError if the program reads what it has not produced, or if the row of an
+        instruction in time cannot be had at once with its row on the devices."""
+        writing = _Writing(self.steps, self.layout, self.of.at.machine, self.of.device, self.of.groups())
+        return TurnGraphs(writing.turns(self.turns), self.steps, self.layout, self.of.interface)
+
+
 def lower_turns(
     steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.device, turns: Sequence[int]
 ) -> LocalTurns:
-    """The graphs of the active device ``rank``. ``turns``: the micro-batches that it takes, in their order
-    (:meth:`hetspmd.plan.step_plan.StepPlan.turns`).
+    """The graphs of the active device ``rank`` alone, after all passes. ``turns``: the micro-batches that it takes.
 
-    Raises PlanError if the program reads what it has not produced, or if the row of an instruction in time cannot
-    be had at once with its row on the devices.
+    Raises what :meth:`TurnEmitter.emit` raises.
     """
-    writing = _Writing(steps, layout, rank, device)
-    graphs = [writing.turn(n, first=n == turns[0], last=n == turns[-1]) for n in turns]
-    return LocalTurns(tuple(graphs), steps, layout)
-
-
-def program_of_turns(turns: LocalTurns, emitter: ActiveEmitter) -> LocalProgram:
-    """The local program that runs all of a step. ``emitter`` knows what a rank is given."""
-    interface = emitter.interface()
-    given = {field.name: getattr(interface, field.name) for field in fields(LocalInterface)}
-    backward = _scaled(len(turns.steps.gradients)) if turns.steps.gradients else None
-    return LocalProgram(**given, forward=_forward(turns, interface), backward=backward)
+    written = _Writing(steps, layout, rank, device, Groups(f"all ranks of rank {rank}")).turns(turns)
+    rewrite(turn.forward for turn in written)
+    return LocalTurns(tuple(turn.module() for turn in written), steps, layout)
 
 
 def accumulate(sums: list[torch.Tensor | None], index: int, value: torch.Tensor) -> None:
@@ -160,13 +230,19 @@ class _TurnWriter(GraphWriter):
 
 
 class _Writing:
-    def __init__(self, steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.device) -> None:
-        self.steps, self.layout, self.rank, self.device = steps, layout, rank, device
+    def __init__(
+        self, steps: TurnSteps, layout: TurnLayout, rank: int, device: torch.device, groups: Groups
+    ) -> None:
+        self.steps, self.layout, self.rank, self.device, self.groups = steps, layout, rank, device, groups
         self.graph = layout.graph
         self.summed = [key for key in steps.leaving if not is_sharded(key[1])]
         self.constants: dict[str, torch.Tensor] = {}
 
-    def turn(self, turn: int, *, first: bool, last: bool) -> fx.GraphModule:
+    def turns(self, numbers: Sequence[int]) -> tuple[TurnGraph, ...]:
+        """The graphs of these turns, which are all of the rank."""
+        return tuple(self.turn(n, first=n == numbers[0], last=n == numbers[-1]) for n in numbers)
+
+    def turn(self, turn: int, *, first: bool, last: bool) -> TurnGraph:
         """The graph of a turn, with what is before the loop in the first one, and what is after it in the last."""
         steps = self.steps
         writer = self._writer(turn)
@@ -201,7 +277,16 @@ class _Writing:
         for each in (before, writer, after):
             each.wait()
         writer.graph.output(results)
-        return self._module(writer.graph, f"Turn{turn}")
+        return TurnGraph(
+            number=turn,
+            first=first,
+            last=last,
+            forward=writer.graph,
+            constants=self.constants,
+            reference=self.graph,
+            local_shape=lambda key: self.layout.shape(key, writer.at),
+            groups=self.groups,
+        )
 
     def _given(self) -> list[Key]:
         """What the rank is given for a step."""
@@ -237,13 +322,6 @@ class _Writing:
                 value = value.narrow(region.dim, region.start, region.extent)
             self.constants[name] = value
         return writer.graph.create_node("get_attr", name, name=name)
-
-    def _module(self, graph: fx.Graph, name: str) -> fx.GraphModule:
-        for each in PASSES:
-            if isinstance(each.run, Rewrite):
-                each.run.rewrite(graph)
-        wanted = {str(n.target) for n in graph.nodes if n.op == "get_attr"}
-        return fx.GraphModule({k: v for k, v in self.constants.items() if k in wanted}, graph, name)
 
 
 class _Sums:

@@ -12,6 +12,7 @@ from torch import fx
 from hetspmd.lower import calls
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
 from hetspmd.lower.local_program import LocalGraphs, LocalTensor
+from hetspmd.lower.turns import TurnGraph
 from hetspmd.program.levels import carried
 from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.trace.graph import ITEM_SIZES
@@ -39,26 +40,26 @@ class ValueType:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def value_types(graphs: LocalGraphs) -> dict[fx.Node, ValueType]:
+def value_types(graphs: LocalGraphs | TurnGraph) -> dict[fx.Node, ValueType]:
     """The type of every tensor in the graphs of which it is known; other nodes (started collectives, ops with
     several results) are missing."""
     return _Types(graphs).types
 
 
 class _Types:
-    def __init__(self, graphs: LocalGraphs) -> None:
+    def __init__(self, graphs: LocalGraphs | TurnGraph) -> None:
         self.graphs, self.tensors = graphs, graphs.reference.tensors
         self.types: dict[fx.Node, ValueType] = {}
-        self._given()
+        if isinstance(graphs, LocalGraphs):
+            self._given(graphs)
         for graph in graphs.graphs:
             for node in graph.nodes:
                 type_ = self.types.get(node) or self._type(node)
                 if type_ is not None:
                     self.types[node] = type_
 
-    def _given(self) -> None:
+    def _given(self, graphs: LocalGraphs) -> None:
         """The inputs of forward, behind the runtime; the tangent."""
-        graphs = self.graphs
         tensors = (*graphs.parameters, *graphs.buffers, *graphs.inputs)
         inputs = [node for node in graphs.forward.nodes if node.op == "placeholder"]
         for node, tensor in zip(inputs[1:], tensors, strict=True):

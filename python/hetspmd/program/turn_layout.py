@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.levels import InsideCollective
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.turn_lengths import Table
 from hetspmd.rules.theory import Theory
@@ -30,3 +31,7 @@ class TurnLayout(LevelLayout):
         if axis not in self._turns:
             self._turns[axis] = self.batches.table(axis, of_devices)
         return self._turns[axis][machine]
+
+    def is_nothing(self, step: object) -> bool:
+        """Whether a step is a collective of a lone device: the value is there."""
+        return isinstance(step, InsideCollective) and self.lengths.world == 1

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hetspmd.errors import OptionError, OutputError
+from hetspmd.errors import OutputError
 from hetspmd.record.measured import MeasuredSteps, assemble
 from hetspmd.record.timestamps import GraphCall, GraphRun, Timestamps, clock_of, timestamped
 
@@ -117,11 +117,7 @@ class Recording:
         self._measured = measured
 
     def add(self, plan: Plan, runner: Runner) -> None:
-        """Record a plan's local graphs too. Raises OptionError for a plan in micro-batches."""
-        if plan.micro_batches > 1:
-            raise OptionError(
-                "a step in micro-batches cannot be recorded yet; record one with micro_batches=1"
-            )
+        """Record a plan's local graphs too."""
         index, program = len(self._plans), runner.program
         self._plans.append(plan)
         self._programs.append((runner, program))

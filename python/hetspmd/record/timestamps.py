@@ -29,7 +29,7 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO
 from hetspmd.lower.instrument import instrumented
 from hetspmd.program.buckets import Bucket, transfer_text
-from hetspmd.program.levels import Across, InsideCollective, Together, between, within
+from hetspmd.program.levels import Across, InsideCollective, Together, Transfer, between, within
 from hetspmd.program.program import Communicate
 from hetspmd.trace.graph import Graph
 
@@ -175,13 +175,16 @@ def _future(work: Any) -> Any:
 
 
 def timestamped(module: fx.GraphModule, timestamps: Timestamps, graph: Graph) -> fx.GraphModule:
-    """The copy of a local graph of ``graph``; ``timestamps.calls`` is set."""
+    """The copy of a local graph of ``graph``, with those of its turns; ``timestamps.calls`` is set."""
     order: dict[fx.Node, int] = {}
+    in_turns = any(node.op == "call_module" for node in module.graph.nodes)
 
     def behind(
         graph_copy: fx.Graph, reader: fx.Node, node: fx.Node, copied: Callable[[fx.Node], fx.Node]
     ) -> None:
-        call = _call(node, order, graph)
+        if node.op == "call_module":  # its own calls have their times
+            return
+        call = _call(node, order, graph, in_turns)
         timestamps.calls.append(call)
         if call.what == "issue":
             graph_copy.call_method("issued", (reader, copied(node)))
@@ -194,34 +197,43 @@ def timestamped(module: fx.GraphModule, timestamps: Timestamps, graph: Graph) ->
     return instrumented(module, timestamps, f"Recorded{type(module).__name__}", behind, ends=("begin", "end"))
 
 
-def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph) -> GraphCall:
+def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph, in_turns: bool) -> GraphCall:
     if (instruction := node.meta.get("instruction")) is not None:
         return GraphCall("instruction", graph.instructions[instruction].name)
     if (step := node.meta.get("transfer")) is not None:
         order[node] = len(order)
-        return GraphCall("issue", transfer_name(step, graph), order[node], _is_inside(step))
+        return GraphCall("issue", *_transfer(step, graph, in_turns, order[node]))
     if node.target in (calls.wait, calls.take):
         (pending, *_) = node.args
         assert isinstance(pending, fx.Node)
-        step = pending.meta["transfer"]
-        return GraphCall("wait", transfer_name(step, graph), order[pending], _is_inside(step))
+        return GraphCall("wait", *_transfer(pending.meta["transfer"], graph, in_turns, order[pending]))
     return GraphCall("local", node.name)
 
 
-def _is_inside(step: Communicate | Bucket | InsideCollective | Across | Together) -> bool:
-    """Whether a collective is one of the accelerators of a machine."""
-    return not isinstance(step, (Communicate, Bucket)) and bool(within(step))
+def _transfer(step: Transfer, graph: Graph, in_turns: bool, number: int) -> tuple[str, int, bool]:
+    """A collective's name, its number, and whether it is one of the accelerators of a machine. In a turn the outer
+    level is time: its collectives are those of all devices."""
+    if in_turns and not isinstance(step, (Communicate, Bucket)):
+        step = _of_devices(step, within(step))
+    inside = not isinstance(step, (Communicate, Bucket)) and bool(within(step))
+    return transfer_name(step, graph), number, inside
 
 
-def transfer_name(step: Communicate | Bucket | InsideCollective | Across | Together, graph: Graph) -> str:
+def transfer_name(step: Transfer, graph: Graph) -> str:
     """As the simulated timeline calls a collective; it knows of none inside a machine."""
     names = [t.name for t in graph.tensors]
     if isinstance(step, (Communicate, Bucket)):
         return transfer_text(step, names)
-    members = between(step) or within(step)
-    moves = tuple(Communicate(m.tensor, m.kind, m.source, m.target) for m in members)
-    text = transfer_text(Bucket(moves) if isinstance(step, Together) else moves[0], names)
+    text = transfer_text(_of_devices(step, between(step) or within(step)), names)
     return text.replace("(", " inside(", 1) if within(step) else text
+
+
+def _of_devices(
+    step: InsideCollective | Across | Together, members: Sequence[InsideCollective | Across]
+) -> Communicate | Bucket:
+    """What these members of a step on two levels are on one."""
+    moves = tuple(Communicate(m.tensor, m.kind, m.source, m.target) for m in members)
+    return Bucket(moves) if isinstance(step, Together) else moves[0]
 
 
 def offsets(of_all: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:

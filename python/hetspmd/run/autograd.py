@@ -22,7 +22,7 @@ from hetspmd.placement import PARTIAL, is_sharded, shard, sharded_dim
 from hetspmd.run import anomaly
 from hetspmd.run.capture_memory import Held
 from hetspmd.run.captured_regions import ANOMALY, Captures
-from hetspmd.run.compiled_regions import in_stretches
+from hetspmd.run.compiled_turns import compiled
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
 from hetspmd.trace.autocast import without_autocast
@@ -83,9 +83,7 @@ class Runner:
         self._compiled: dict[fx.GraphModule, fx.GraphModule] = {}
         if compile is not None and not runtime.idle:
             busy = (runtime.everyone or runtime.communicator).busy
-            for graph in (program.forward, program.backward):
-                if graph is not None:
-                    self._compiled[graph] = in_stretches(graph, compile, busy)
+            self._compiled = compiled(program, compile, busy, None if origin is None else origin.graph)
 
     def run(
         self,
@@ -236,8 +234,6 @@ class Runner:
             with without_autocast(self.program.device.type):
                 yield
         except Exception as error:
-            if self.captures is not None:
-                graph = self.captures.innermost(error, graph)
             place = None if self.origin is None else self.origin.of_error(error, graph)
             if isinstance(error, RankFailedError):
                 error.where = error.where or str(place or f"the {type(graph).__name__.lower()} of the step")

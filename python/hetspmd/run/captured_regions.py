@@ -161,16 +161,6 @@ class Captures:
         self._running = weakref.ref(held)
         return self._graphs.get(graph, graph)
 
-    def innermost(self, error: BaseException, graph: fx.GraphModule) -> fx.GraphModule:
-        """The graph of the stretch in which an error was raised; otherwise ``graph``."""
-        codes = set()
-        trace = error.__traceback__
-        while trace is not None:
-            codes.add(trace.tb_frame.f_code)
-            trace = trace.tb_next
-        bodies = (region.body for region in self._regions)
-        return next((body for body in bodies if type(body).forward.__code__ in codes), graph)
-
     def _variant(
         self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
     ) -> tuple[Variant | None, str]:

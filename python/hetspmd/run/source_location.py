@@ -56,14 +56,16 @@ class SourceFinder:
         self.graph, self.model = graph, model
 
     def of_error(self, error: BaseException, program: fx.GraphModule) -> SourceLocation | None:
-        """The place in ``program`` where ``error`` was raised, None if it cannot be found."""
-        code = type(program).forward.__code__
+        """The place in ``program``, or in a graph that it calls (a turn, a stretch), where ``error`` was raised;
+        None if it cannot be found."""
+        graphs = {type(m).forward.__code__: m for m in program.modules() if isinstance(m, fx.GraphModule)}
         frame: FrameType | None = None
         line, pending = 0, None
         trace = error.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_code is code:
+            if trace.tb_frame.f_code in graphs:
                 frame, line, pending = trace.tb_frame, trace.tb_lineno, None
+                program = graphs[frame.f_code]
             elif frame is not None and isinstance(trace.tb_frame.f_locals.get("self"), Pending):
                 pending = trace.tb_frame.f_locals["self"]
             trace = trace.tb_next
@@ -71,7 +73,7 @@ class SourceFinder:
             return None
         name = next((n for n, v in frame.f_locals.items() if pending is not None and _is(v, pending)), None)
         if name is None:
-            match = _ASSIGNED.match(linecache.getline(code.co_filename, line))
+            match = _ASSIGNED.match(linecache.getline(frame.f_code.co_filename, line))
             name = match.group(1) if match else ""
         node = next((n for n in program.graph.nodes if n.name == name), None)
         return None if node is None else self.of_node(node)

@@ -57,11 +57,9 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
     """The plan that was given, or one that is compiled for the example, the same on every rank.
 
     Raises PlanMismatchError for a plan of another cluster, ExampleError where neither was given, and OptionError
-    where a plan in micro-batches is to be compiled or captured, or for another number of them than the plan's.
+    where a plan in micro-batches is to be captured, or for another number of them than the plan's.
     """
     first = _first_plan(setting, plan, example)
-    if setting.compile_options is not None and first.micro_batches > 1:
-        raise OptionError("compile= does not work with micro_batches= yet; give one of them")
     setting.capturing.refuse_micro_batches(first.micro_batches)
     return first
 

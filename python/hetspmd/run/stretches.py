@@ -25,17 +25,30 @@ Make = Callable[[fx.GraphModule], nn.Module]
 """What stands for a stretch, made of its graph: it is given what that is given, and returns a tuple."""
 
 
-def cut(module: fx.GraphModule, name: str, taken: Taken, make: Make) -> fx.GraphModule:
+def cut(
+    module: fx.GraphModule,
+    name: str,
+    taken: Taken,
+    make: Make,
+    *,
+    begins: Taken = lambda _: False,
+    reads: Taken = lambda _: False,
+) -> fx.GraphModule:
     """A copy of a local graph, of a class called ``name``, whose stretches are what ``make`` makes of them.
 
     What a call with several results gives (:func:`~hetspmd.lower.emit.item`) is of the stretch that has the call.
+    ``begins``: whether another stretch begins with a call. ``reads``: whether a call only reads what the graph was
+    given; it stands before the stretch that needs it, as that of :func:`~hetspmd.lower.emit.take_saved` does.
     """
-    return _Cut(module, name, taken, make).copied()
+    return _Cut(module, name, taken, make, begins, reads).copied()
 
 
 class _Cut:
-    def __init__(self, module: fx.GraphModule, name: str, taken: Taken, make: Make) -> None:
+    def __init__(
+        self, module: fx.GraphModule, name: str, taken: Taken, make: Make, begins: Taken, reads: Taken
+    ) -> None:
         self._module, self._name, self._taken, self._make = module, name, taken, make
+        self._begins, self._reads = begins, reads
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
@@ -47,10 +60,14 @@ class _Cut:
                 if node.args[0] in self._stretch:
                     self._stretch[node] = None
                     continue
+            elif node.target is take_saved or self._reads(node):
+                pass
             elif self._taken(node):
+                if self._begins(node):
+                    self._end()
                 self._stretch[node] = None
                 continue
-            elif node.op not in ("placeholder", "get_attr") and node.target is not take_saved:
+            elif node.op not in ("placeholder", "get_attr"):
                 self._end()
             elif node.op == "get_attr":
                 self._attributes[str(node.target)] = getattr(self._module, str(node.target))
