@@ -197,8 +197,12 @@ def _forward(turns: LocalTurns, interface: LocalInterface) -> fx.GraphModule:
             several = count + len(turns.steps.carried)
             values = [graph.call_function(operator.getitem, (left, joined + i)) for i in range(several)]
     graph.output(graph.call_function(operator.getitem, (left, 1)))
-    parts = {f"turn{number}": turn for number, turn in enumerate(turns.turns)}
-    return fx.GraphModule(parts, graph, "Forward")
+    # A GraphModule that is made of others writes their code again, which takes as long as it took first.
+    names = [f"turn{number}" for number in range(last + 1)]
+    forward = fx.GraphModule(dict.fromkeys(names, torch.nn.Identity()), graph, "Forward")
+    for name, turn in zip(names, turns.turns, strict=True):
+        setattr(forward, name, turn)
+    return forward
 
 
 def _scaled(count: int) -> fx.GraphModule:
