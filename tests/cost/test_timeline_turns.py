@@ -15,7 +15,7 @@ from hetspmd.cost.simulated_run import BOUNDARY, START, WAIT, WAIT_FIRST
 from hetspmd.cost.simulator import TwoStreams
 from hetspmd.cost.step import StepModel
 from hetspmd.cost.timeline import timeline
-from hetspmd.lower import calls, turns
+from hetspmd.lower import calls, passes
 from hetspmd.lower.turns import lower_turns
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
@@ -116,7 +116,7 @@ def lowered(plan: Plan, batches: MicroBatches, rank: int) -> list[Any]:
 @pytest.mark.parametrize("name", ["mlp", "attention", "experts"])
 def test_what_is_simulated_is_what_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every turn, in the order of the graphs."""
-    monkeypatch.setattr(turns, "PASSES", ())
+    monkeypatch.setattr(passes, "PASSES", ())
     checked = 0
     for plan, batches in plans(name):
         model = CostModel(plan.theory, CLUSTER, batches)

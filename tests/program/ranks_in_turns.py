@@ -128,7 +128,8 @@ def _step(
         rows = [key for key in steps.leaving if is_sharded(key[1])]
         read, last = given, len(local.turns) - 1
         for turn, graph_of_turn in enumerate(local.turns):
-            left = graph_of_turn(runtime, sums, *read)
+            own = local.own_values(turn, read, lambda function, args: function(*args))
+            left = graph_of_turn(runtime, sums, *read, *own)
             parts, results = left if turn == last else (left, None)
             if turn == 0 < last:
                 parts, carried = left[: len(rows)], left[len(rows) :]

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import hetspmd
 from hetspmd.lower.emit import instructions
-from hetspmd.lower.turns import accumulate
+from hetspmd.lower.turn_writer import accumulate
 from hetspmd.run import compiled_regions
 from hetspmd.run.compiled_turns import put_sum, sum_of
 from hetspmd.run.module import HAP

@@ -128,6 +128,10 @@ class GraphWriter:
         stop = region.start + region.extent
         return self.call(self.name(key), aten.slice.Tensor, (whole, region.dim, region.start, stop))
 
+    def drawn_regions(self, key: Key) -> Any:
+        """The part of a tensor that this rank draws: a slice of each level."""
+        return [(r.dim, r.start, r.extent) for r in self.layout.regions(key, self.at)]
+
     def compact(self, key: Key) -> fx.Node:
         """A copy of a slice made as soon as the whole is there, so that the whole need not be kept."""
         base = provider(self.produced, key)
@@ -223,7 +227,7 @@ class GraphWriter:
         name = identifier(instruction.name)
         if theory.rules[instruction.id].random and isinstance(target, str):
             shape = list(theory.graph.tensors[keys[0][0]].shape)
-            regions = [(r.dim, r.start, r.extent) for r in self.layout.regions(keys[0], self.at)]
+            regions = self.drawn_regions(keys[0])
             alike = self.layout.drawn_alike(instruction.id, rows)
             call_args = (
                 self.runtime,

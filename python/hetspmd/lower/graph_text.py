@@ -27,7 +27,7 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import ALSO, VALUE
 from hetspmd.lower.fuse import out_of_place
 from hetspmd.lower.local_program import LocalGraphs
-from hetspmd.lower.turns import TurnGraph
+from hetspmd.lower.turn_writer import TurnGraph
 from hetspmd.lower.types import ValueType, value_types
 from hetspmd.placement import placement_text
 from hetspmd.program.levels import carried

@@ -15,6 +15,7 @@ of what is summed over the micro-batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ from hetspmd.lower.emit import VALUE
 from hetspmd.lower.graph_text import GraphText, graphs_text
 from hetspmd.lower.local_program import LocalGraphs
 from hetspmd.lower.passes import Graphs
-from hetspmd.lower.turns import TurnGraph, TurnGraphs
+from hetspmd.lower.turn_writer import TurnGraph
+from hetspmd.lower.turns import TurnGraphs
 from hetspmd.placement import is_sharded
 from hetspmd.program.levels import Key
 
@@ -44,6 +46,9 @@ class _TurnText(GraphText):
 
     def lines(self) -> Iterator[str]:
         turn = self.turn
+        if turn.of != turn.number:
+            yield f"micro-batch {turn.number}, by the graph of micro-batch {turn.of}, of other rows"
+            return
         around = [word for word, there in (("before", turn.first), ("after", turn.last)) if there]
         with_ = f", with what is {' and '.join(around)} the loop" if around else ""
         yield f"micro-batch {turn.number}{with_}"
@@ -52,8 +57,11 @@ class _TurnText(GraphText):
 
     def _source(self, placeholder: fx.Node) -> str:
         key = placeholder.meta.get(VALUE)
+        own = re.match(r"own\d+_", placeholder.name) is not None
         if key is None:
-            return placeholder.name
+            return "where this micro-batch draws" if own else placeholder.name
+        if own:
+            return f"{self._of(key)}, of this micro-batch"
         if not self.turn.first:
             return f"{self._of(key)}, from the first turn"
         kinds = (

@@ -12,7 +12,7 @@ from torch import fx
 from hetspmd.lower import calls
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
 from hetspmd.lower.local_program import LocalGraphs, LocalTensor
-from hetspmd.lower.turns import TurnGraph
+from hetspmd.lower.turn_writer import TurnGraph
 from hetspmd.program.levels import carried
 from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.trace.graph import ITEM_SIZES

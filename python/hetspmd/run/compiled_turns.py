@@ -20,7 +20,7 @@ from torch import fx
 
 from hetspmd.lower.emit import instructions, take_saved
 from hetspmd.lower.local_program import LocalProgram
-from hetspmd.lower.turns import accumulate
+from hetspmd.lower.turn_writer import accumulate
 from hetspmd.run.compiled_regions import Busy, Made, in_stretches
 from hetspmd.trace.graph import Graph
 
@@ -51,14 +51,20 @@ def _turns_compiled(
     forward: fx.GraphModule, again: set[int], options: Mapping[str, Any], busy: Busy, made: Made
 ) -> fx.GraphModule:
     names = [str(node.target) for node in forward.graph.nodes if node.op == "call_module"]
-    turns = {}
+    parts: dict[str, Any] = {}
+    of: dict[fx.GraphModule, fx.GraphModule] = {}
     for name in names:
-        turn = with_sums_as_ops(getattr(forward, name), first=name == names[0], last=name == names[-1])
-        begins = _Again(again).begins
-        turns[name] = in_stretches(turn, options, busy, made, begins=begins, reads=_reads)
+        turn = getattr(forward, name)
+        if turn not in of:
+            with_ops = with_sums_as_ops(turn, first=name == names[0], last=name == names[-1])
+            begins = _Again(again).begins
+            of[turn] = in_stretches(with_ops, options, busy, made, begins=begins, reads=_reads)
+        parts[name] = of[turn]
+    constants = [str(node.target) for node in forward.graph.nodes if node.op == "get_attr"]
+    parts |= {name: getattr(forward, name) for name in constants}
     copy = fx.Graph()
     copy.output(copy.graph_copy(forward.graph, {}))
-    return fx.GraphModule(turns, copy, f"Compiled{type(forward).__name__}")
+    return fx.GraphModule(parts, copy, f"Compiled{type(forward).__name__}")
 
 
 def sum_of(sums: list[torch.Tensor | None], index: int) -> torch.Tensor:
