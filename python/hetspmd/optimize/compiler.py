@@ -27,7 +27,7 @@ from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.recomputation import fewest_recomputed
 from hetspmd.optimize.segmentation import in_segments
-from hetspmd.optimize.synthesis import Clock, Synthesis
+from hetspmd.optimize.synthesis import Clock, Prepared, Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at
 from hetspmd.optimize.thresholds import QUICK, THRESHOLDS
 from hetspmd.optimize.zero_levels import fits_leanest, loop_like, rereads_like, synthesize_step, zero_of
@@ -134,12 +134,13 @@ def compile_plan(
             return _like(theory, like, Limits(seconds=asked.time_limit), clock, batches)
         count = asked.micro_batches if divided else 1
         prices = EarlierPrices()
+        prepared: list[Prepared] = []
 
         def planned(theory: Theory, batches: MicroBatches | None, quick: bool = False) -> Plan:
-            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, quick=quick))
+            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, prepared, quick=quick))
 
         def lean(theory: Theory, batches: MicroBatches | None) -> bool:
-            return _Compilation(theory, cluster, asked, clock, batches, prices).fits_leanest()
+            return _Compilation(theory, cluster, asked, clock, batches, prices, prepared).fits_leanest()
 
         quickly = partial(planned, quick=True)
         try:
@@ -174,11 +175,12 @@ class _Compilation:
         clock: Clock,
         batches: MicroBatches | None,
         prices: EarlierPrices,
+        prepared: list[Prepared],
         *,
         quick: bool = False,
     ) -> None:
         self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
-        self.batches, self.prices, self.quick = batches, prices, quick
+        self.batches, self.prices, self.prepared, self.quick = batches, prices, prepared, quick
         self.limits = Limits(seconds=options.time_limit)
         self.constraints = composed(theory, batches, self._asked(theory))
 
@@ -186,6 +188,19 @@ class _Compilation:
         """The user's constraints."""
         asked, level = resolve(theory, self.options.constraints), self.options.zero
         return asked if level is None else zero_of(theory, asked, level)
+
+    def _context(self, cluster: Cluster, **options: Any) -> Synthesis:
+        """The context of the step on a cluster, with what was made for another number of micro-batches."""
+        prepared = None
+        if self.batches is not None:
+            if not self.prepared or self.prepared[0].theory is not self.theory:
+                with self.clock("synth"):
+                    self.prepared[:] = [Prepared(self.theory, self.constraints)]
+            (prepared,) = self.prepared
+        return Synthesis(
+            self.theory, cluster, self.constraints, self.limits, self.clock,
+            batches=self.batches, prepared=prepared, **options,
+        )  # fmt: skip
 
     def fits_leanest(self) -> bool:
         """Whether ZeRO-3 fits the single devices, where it may be taken."""
@@ -197,8 +212,7 @@ class _Compilation:
                 require_room(self.theory, cluster, self.batches, self.constraints, compare=False)
         except MemoryLimitError:
             return False
-        ctx = Synthesis(self.theory, cluster, self.constraints, self.limits, self.clock, batches=self.batches)
-        return fits_leanest(ctx)
+        return fits_leanest(self._context(cluster))
 
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""
@@ -207,13 +221,8 @@ class _Compilation:
             compare = self.options.micro_batches != "auto"
             require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
         with naming_conflicts(self.theory, self.constraints):
-            ctx = Synthesis(
-                self.theory,
+            ctx = self._context(
                 cluster,
-                self.constraints,
-                self.limits,
-                self.clock,
-                batches=self.batches,
                 earlier_prices=self.prices,
                 quick=self.quick,
                 thresholds=QUICK if self.quick and self.batches is not None else THRESHOLDS,

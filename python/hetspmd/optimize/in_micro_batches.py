@@ -27,7 +27,8 @@ def in_micro_batches(
     """The theory of a training step in ``count`` micro-batches, and its loop; None for a single one.
 
     Outputs with a row for each sample are left out, with a warning: to keep them would take the memory that
-    micro-batches save. ``fewer``: a batch of fewer samples has as many micro-batches as samples.
+    micro-batches save; the theory is the same for any number of micro-batches. ``fewer``: a batch of fewer samples
+    has as many micro-batches as samples.
 
     Raises MicroBatchError for a step that cannot be split exactly, and where the model itself keeps rows of the
     batch.
@@ -59,8 +60,11 @@ def in_micro_batches(
             DroppedOutputWarning,
             stacklevel=4,
         )
-        outputs = tuple(Output(None) if n in rows else output for n, output in enumerate(graph.outputs))
-        theory = derive(graph.with_outputs(outputs), quiet=True)
+        kept: list[Theory] = vars(theory).setdefault("_without_rows", [])
+        if not kept:
+            outputs = tuple(Output(None) if n in rows else output for n, output in enumerate(graph.outputs))
+            kept.append(derive(graph.with_outputs(outputs), quiet=True))
+        theory = kept[0]
         batches = micro_batches(theory, count)
     return theory, batches
 

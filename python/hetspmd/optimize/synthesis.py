@@ -42,6 +42,25 @@ class Clock:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
+class Prepared:
+    """What is made once for steps in several numbers of micro-batches, which have the same space of programs: the
+    search core, whose searches then start from the messages of all earlier ones, and what holding tensors costs.
+
+    Raises InfeasibleError if no program can satisfy the constraints.
+    """
+
+    def __init__(self, theory: Theory, constraints: Constraints) -> None:
+        self.theory, self.searcher = theory, Searcher(search_space(theory, constraints))
+        self._prices: MemoryPrices | None = None
+
+    def memory_prices(self, batches: MicroBatches | None) -> MemoryPrices:
+        """What holding tensors costs in so many micro-batches."""
+        if self._prices is None:
+            self._prices = MemoryPrices(self.searcher, batches)
+            return self._prices
+        return self._prices.dividing(batches)
+
+
 @dataclass(frozen=True)
 class Synthesis:
     """The context of a synthesis. Functions take it first and return candidates; none of them changes it.
@@ -49,7 +68,8 @@ class Synthesis:
     ``constraints`` are the user's, on all candidates. ``limits`` are those of each search. ``batches``: the step
     runs in micro-batches. ``earlier_prices``: where searches for programs that fit the memory begin; each of them
     leaves its own there for the next. ``quick``: where no program that fits is found after a few searches, there is
-    another way to plan the step. Raises InfeasibleError if no program can satisfy the constraints.
+    another way to plan the step. ``prepared``: what was made of the same theory and constraints for another number
+    of micro-batches. Raises InfeasibleError if no program can satisfy the constraints.
     """
 
     theory: Theory
@@ -61,6 +81,7 @@ class Synthesis:
     batches: MicroBatches | None = None
     earlier_prices: EarlierPrices = field(default_factory=EarlierPrices)
     quick: bool = False
+    prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
         _ = self.searcher  # constraints that no program satisfies are told here
@@ -68,14 +89,18 @@ class Synthesis:
     @cached_property
     def searcher(self) -> Searcher:
         """The search core with all programs that satisfy the constraints."""
+        return self._prepared.searcher
+
+    @cached_property
+    def _prepared(self) -> Prepared:
         with self.clock("synth"):
-            return Searcher(search_space(self.theory, self.constraints))
+            return self.prepared or Prepared(self.theory, self.constraints)
 
     @cached_property
     def memory_prices(self) -> MemoryPrices:
         """What holding tensors costs at prices of bytes."""
         with self.clock("synth"):
-            return MemoryPrices(self.searcher, self.batches)
+            return self._prepared.memory_prices(self.batches)
 
     @cached_property
     def least(self) -> LeastMemory:

@@ -163,9 +163,13 @@ def _check_joined(graph: Graph, joined: frozenset[int]) -> None:
             )
 
 
-def _placements(theory: Theory, loop: Loop) -> dict[int, Placement]:
+def _placements(theory: Theory, loop: Loop) -> Mapping[int, Placement]:
+    kept: list[Mapping[int, Placement]] = vars(theory).setdefault("_placements_in_time", [])
+    if kept:
+        return kept[0]
     placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
     for instruction, row, phase in zip(theory.graph.instructions, loop.rows, loop.phases, strict=True):
         post: Sequence[Placement] = row.post if phase == "in" else [REPLICATE] * len(instruction.outputs)
         placements.update((t, p) for t, p in zip(instruction.outputs, post, strict=True) if t >= 0)
+    kept.append(placements)
     return placements

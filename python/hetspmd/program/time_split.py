@@ -40,13 +40,20 @@ class Loop:
 
 
 def split_in_time(theory: Theory) -> Loop:
-    """The loop over micro-batches of a step.
+    """The loop over micro-batches of a step, made once for a theory.
 
     It divides dim 0 of all inputs where that can be. Else some inputs have another dim there (positions, a mask
     over pairs of tokens), and one kind of dim 0 after the other is left whole, or is divided alone.
 
     Raises MicroBatchError, which names the op and the module's line, where the step cannot be split exactly.
     """
+    kept: list[Loop] = vars(theory).setdefault("_in_time", [])
+    if not kept:
+        kept.append(_split(theory))
+    return kept[0]
+
+
+def _split(theory: Theory) -> Loop:
     first: MicroBatchError | None = None
     for axes in _choices(theory):
         splitting = _Splitting(theory, axes)

@@ -10,6 +10,7 @@ the one to the other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,8 +63,6 @@ class MemoryPrices:
         # Where in the graph a tensor belongs, from 0 to 1: a source to its first reader.
         belongs = [min(graph.consumers.get(t, (0,))) if b == 0 else b for t, b in enumerate(self.born)]
         self.position = np.array(belongs, dtype=float) / (end + 1)
-        nbytes = np.array([self.places.at(t.id, self.places.whole)[1] for t in graph.tensors], dtype=float)
-        self.nbytes = nbytes
         trained = np.zeros(len(graph.tensors))
         for p in graph.parameters:
             if p.gradient is not None:
@@ -71,7 +70,8 @@ class MemoryPrices:
         entries = [(t, f) for t in pricing.tensors for f in space.forms[t]]
         self.entry_tensor: Index = np.array([t for t, _ in entries], dtype=np.int64)
         self.entry_axis: Index = np.array([self._axis(t, f) for t, f in entries], dtype=np.int64)
-        self.entry_bytes = (nbytes + trained)[self.entry_tensor]
+        self._trained = trained
+        self._count()
         self.entry_slices, self.entry_until = self._sliced(entries)
         pairs = [(t, *pair[:2]) for t in pricing.tensors for pair in space.pairs[t]]
         self.pair_tensor: Index = np.array([t for t, _, _ in pairs], dtype=np.int64)
@@ -85,7 +85,20 @@ class MemoryPrices:
         """The instruction at which a communicated copy of a tensor may begin, and the last that reads it."""
         lasts = [max((r for r in rs if r != again.get(t)), default=end) for t, rs in readers.items()]
         self.copied_until = np.where(sources, lasts, self.last)
+
+    def _count(self) -> None:
+        """Bytes of each tensor, of the largest micro-batch where it is divided in time."""
+        tensors, places = self.theory.graph.tensors, self.places
+        self.nbytes = np.array([places.at(t.id, places.whole)[1] for t in tensors], dtype=float)
+        self.entry_bytes = (self.nbytes + self._trained)[self.entry_tensor]
         self._charged: dict[int, Index] = {}
+
+    def dividing(self, batches: MicroBatches | None) -> MemoryPrices:
+        """The same for a step in another number of micro-batches, of the same loop."""
+        other = copy.copy(self)
+        other.places = AxisPlaces(self.theory, batches)
+        other._count()
+        return other
 
     def _axis(self, tensor: int, form: int) -> int:
         """The axis along which a form divides a tensor, as the places number them; one that has none is whole."""
