@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import hetspmd
 from hetspmd.lower import lower_plan
-from hetspmd.lower.turn_writer import TurnGraph
+from hetspmd.lower.turn_writer import TurnGraph, _TurnWriter
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
@@ -135,3 +135,16 @@ def test_constants_with_a_row_for_each_sample() -> None:
         own = [each for turn in written(plan, 0) for each in turn.own]
         assert any(isinstance(each, torch.Tensor) for each in own), "a constant is given to each turn"
         assert len(set(graphs(plan))) < 6
+
+
+def test_rows_of_what_the_loop_has_whole_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that cuts rows of its turn out of anything but what turns are given serves that turn alone."""
+    plan = hetspmd.compile(Model().double(), batch(24, 0), cluster(1), micro_batches=6)
+    narrow = _TurnWriter.narrow
+
+    def cut(self: Any, whole: Any, key: Any, level: int) -> Any:
+        self.given = []
+        return narrow(self, whole, key, level)
+
+    monkeypatch.setattr(_TurnWriter, "narrow", cut)
+    assert graphs(plan) == [0, 1, 2, 3, 4, 5]

@@ -99,7 +99,7 @@ def accumulate(sums: list[torch.Tensor | None], index: int, value: torch.Tensor)
 class _TurnWriter(GraphWriter):
     """Writes a graph whose collectives, those of the inner level, are all that its runtime has. ``beside``: another
     writer, into whose graph it writes. Each has values of its own. ``shared``: what other turns have otherwise is
-    given to the graph."""
+    given to the graph; ``lone`` says that it has something of its turn nevertheless."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _TurnWriter(GraphWriter):
         if beside is not None:
             self.graph, self.runtime = beside.graph, beside.runtime
         self.inside = self.runtime
-        self.shared, self.given = shared, list[fx.Node]()
+        self.shared, self.lone, self.given = shared, False, list[fx.Node]()
         self.own: dict[tuple[Any, ...], tuple[fx.Node, Resolve]] = {}
 
     def give(self, key: Key) -> fx.Node:
@@ -133,7 +133,10 @@ class _TurnWriter(GraphWriter):
 
     def narrow(self, whole: fx.Node, key: tuple[int, ...], level: int) -> fx.Node:
         """This rank's slice; rows of what all turns are given may be given."""
-        if not self.shared or level != 0 or whole not in self.given:
+        if not self.shared or level != 0:
+            return super().narrow(whole, key, level)
+        if whole not in self.given:
+            self.lone = True
             return super().narrow(whole, key, level)
         place = self.given.index(whole)
 
@@ -173,27 +176,27 @@ class TurnsWriter:
         self.constants: dict[str, torch.Tensor] = {}
         self._calls: dict[int, list[tuple[int, Any, Any]]] = {}
         self._resolves: dict[int, list[Resolve]] = {}
+        """What is given for themselves to the turns that share the graph of this one."""
 
     def turns(self, numbers: Sequence[int]) -> tuple[TurnGraph, ...]:
         """The graphs of these turns, which are all of the rank."""
         turns: list[TurnGraph] = []
         for number in numbers:
-            other = next((t for t in turns[1:] if number != numbers[-1] and self._alike(t.of, number)), None)
+            first, last = number == numbers[0], number == numbers[-1]
+            shared = [t for t in turns if t.number in self._resolves]
+            other = None if last else next((t for t in shared if self._alike(t.number, number)), None)
             if other is None:
-                turns.append(self.turn(number, first=number == numbers[0], last=number == numbers[-1]))
+                turns.append(self.turn(number, first=first, last=last))
             else:
-                own = tuple(resolve(number) for resolve in self._resolves[other.of])
+                own = tuple(resolve(number) for resolve in self._resolves[other.number])
                 turns.append(replace(other, number=number, own=own))
         return tuple(turns)
 
     def _alike(self, one: int, other: int) -> bool:
         """Whether two turns do the same with other rows."""
-        batches, lengths, at = self.layout.batches, self.layout.lengths, RankPlace(other, self.rank)
-        for axis in batches.loop.axes:
-            table = batches.table(axis, lengths.units[axis])
-            if table[one] != table[other]:
-                return False
-        return all(
+        at = RankPlace(other, self.rank)
+        tables = [self.layout.table(axis) for axis in self.layout.batches.loop.axes]
+        return all(table[one] == table[other] for table in tables) and all(
             call == self.layout.call(instruction, rows, at) for instruction, rows, call in self._calls_of(one)
         )
 
@@ -239,7 +242,9 @@ class TurnsWriter:
         for each in (before, writer, after):
             each.wait()
         writer.graph.output(results)
-        self._resolves[turn] = [resolve for _, resolve in writer.own.values()]
+        resolves = [resolve for _, resolve in writer.own.values()]
+        if writer.shared and not writer.lone:
+            self._resolves[turn] = resolves
         return TurnGraph(
             number=turn,
             first=first,
@@ -249,7 +254,7 @@ class TurnsWriter:
             reference=self.graph,
             local_shape=lambda key: self.layout.shape(key, writer.at),
             groups=self.groups,
-            own=tuple(resolve(turn) for resolve in self._resolves[turn]),
+            own=tuple(resolve(turn) for resolve in resolves),
             of=turn,
         )
 

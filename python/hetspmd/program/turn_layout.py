@@ -28,9 +28,13 @@ class TurnLayout(LevelLayout):
         of_devices = self.lengths.units[axis]
         if units == sum(of_devices):
             return of_devices
+        return self.table(axis)[machine]
+
+    def table(self, axis: int) -> Table:
+        """The units of an axis of the samples that each device has in each turn."""
         if axis not in self._turns:
-            self._turns[axis] = self.batches.table(axis, of_devices)
-        return self._turns[axis][machine]
+            self._turns[axis] = self.batches.table(axis, self.lengths.units[axis])
+        return self._turns[axis]
 
     def is_nothing(self, step: object) -> bool:
         """Whether a step is a collective of a lone device: the value is there."""
