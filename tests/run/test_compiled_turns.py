@@ -3,6 +3,7 @@ sums that are added to in place, and no merging of what is computed again."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -57,19 +58,39 @@ def test_ranks_compute_what_they_do_without(name: str, options: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "devices"), [(True, (1,)), (AOT, (4, 2, 1))])
-def test_a_training_loop(options: Any, devices: tuple[float, ...]) -> None:
+def test_a_training_loop() -> None:
     """With batches of other sizes, clipping, and an evaluation."""
     asked = ask(
         Model().double(),
         trained,
-        cluster=cluster(*devices),
+        cluster=cluster(2, 1),
         example=batch(9, 0),
         micro_batches=3,
-        compile=options,
+        compile=AOT,
     )
     assert asked.error() < 1e-9
     assert max(plan.micro_batches for plan in asked.plans) == 3
+
+
+@pytest.mark.slow
+def test_the_default_compiler() -> None:
+    """On one device, in turns of 3, 3 and 3 rows."""
+
+    def losses(run: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(run.parameters(), lr=1e-2)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = run(**batch(9, step))["loss"]
+            (3 * loss).backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return found
+
+    model = Model().double()
+    single = losses(copy.deepcopy(model))
+    compiled = losses(HAP(model, cluster(1), example=batch(9, 0), micro_batches=3, compile=True))
+    torch.testing.assert_close(compiled, single, rtol=1e-9, atol=1e-11)
 
 
 class Layers(nn.Module):
