@@ -13,7 +13,7 @@ from torch import nn
 import hetspmd
 import hetspmd.optimize.in_micro_batches as in_micro_batches_module
 from hetspmd.cost.model import CostModel
-from hetspmd.optimize import synthesis
+from hetspmd.optimize import outside_of_the_loop, synthesis, zero_levels
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
 from hetspmd.optimize.synthesis import Prepared
 from hetspmd.program.lengths import lengths_for
@@ -102,3 +102,44 @@ def test_numbers_of_micro_batches_share_a_searcher(monkeypatch: pytest.MonkeyPat
     assert len(made) == 1, "one space for all numbers; one micro-batch was ruled out without any"
     again = hetspmd.compile(Net(), (torch.randn(4096, 2),), short, micro_batches="auto")
     assert again.to_json() == plan.to_json()
+
+
+def wide_on_small_devices() -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Layers whose parameters no device can hold whole, while it can hold its shards and the largest layer."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256, bias=False), nn.Tanh())]
+    devices = [{"name": f"d{i}", "flops": 1e8, "memory": "2200kB"} for i in range(8)]
+    network = {"bandwidth": "100GB/s", "latency": "1ns"}
+    return nn.Sequential(*layers), (torch.randn(1024, 256),), {"devices": devices, "network": network}
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def test_zero_1_is_searched_once_where_it_never_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    asked: list[int] = []
+    in_number, lacks = in_micro_batches_module.in_micro_batches, outside_of_the_loop.lacks_outside
+
+    def counted(ctx: Any, first: Any) -> bool:
+        def seen() -> Any:
+            asked.append(ctx.batches.count)
+            return first()
+
+        return lacks(ctx, seen)
+
+    monkeypatch.setattr(zero_levels, "lacks_outside", counted)
+    monkeypatch.setattr(
+        in_micro_batches_module,
+        "in_micro_batches",
+        lambda theory, count, **given: (tried.append(count), in_number(theory, count, **given))[1],
+    )
+    model, example, devices = wide_on_small_devices()
+    plan = hetspmd.compile(model, example, devices, loss=squares, micro_batches="auto")
+    assert plan.micro_batches > 1
+    several = [count for count in tried if count > 1]
+    assert len(several) > 2
+    assert asked == several[:1]

@@ -52,6 +52,8 @@ class Prepared:
     def __init__(self, theory: Theory, constraints: Constraints) -> None:
         self.theory, self.searcher = theory, Searcher(search_space(theory, constraints))
         self._prices: MemoryPrices | None = None
+        self.lacks_outside = False
+        """In no number of micro-batches ZeRO-1 fits, whose collectives are outside of the loop."""
 
     def memory_prices(self, batches: MicroBatches | None) -> MemoryPrices:
         """What holding tensors costs in so many micro-batches."""

@@ -25,7 +25,7 @@ class Thresholds:
 
     far_from_fitting: float = 0.5
     """The part of a device's memory that the nearest program lacks, from which on a quick synthesis tries no other
-    ratios."""
+    ratios, and that a program lacks with one sample in each micro-batch, where it is tried in no number of them."""
 
     bounded_again: float = 0.97
     """Times the bound of a device whose whole units were more than fits, for the next attempt: all of them together

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -31,6 +32,7 @@ from hetspmd.optimize.alternation import nearest, with_best_ratios
 from hetspmd.optimize.baselines import baselines
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, searched_within
 from hetspmd.optimize.considered import among, instead, memory_is_short
+from hetspmd.optimize.outside_of_the_loop import lacks_outside
 from hetspmd.optimize.prefetch import further, like, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize
@@ -66,7 +68,7 @@ def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis
         return ctx, _at_level(ctx, level)
     levels = _Levels(ctx)
     # A program that holds no more than one whose collectives are outside of the loop has them in it.
-    leave_out = batches is not None and (first := levels.at(1)) is not None and not first.fits
+    leave_out = batches is not None and lacks_outside(ctx, partial(levels.at, 1))
     outcome, lacking = (None, None) if leave_out else _planned(ctx)
     if outcome is not None and not memory_is_short(outcome.considered, outcome.best.seconds):
         return ctx, outcome if batches is None else _beside(outcome, levels.every())
