@@ -34,7 +34,8 @@ from hetspmd.program.levels import Key
 def local_text(graphs: Graphs) -> str:
     """The text of a rank's graphs, whatever they are."""
     if isinstance(graphs, TurnGraphs):
-        return "\n".join(f"{chr(10).join(_TurnText(graphs, turn).lines())}\n" for turn in graphs.turns)
+        texts = ["\n".join(_TurnText(graphs, turn).lines()) for turn in graphs.turns]
+        return "\n\n".join(texts) + "\n"
     assert isinstance(graphs, LocalGraphs), graphs
     return graphs_text(graphs)
 
