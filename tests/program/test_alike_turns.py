@@ -35,7 +35,7 @@ DEVICES = cluster(4, 2, 1)
 pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "t5", "bart", "bert-moe"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "bert-moe"])
 def test_models(name: str) -> None:
     """In five turns, as alike as the rows allow, with collectives in the loop and without."""
     t = traced(name)
