@@ -30,6 +30,7 @@ from hetspmd.lower.graph_text import graphs_text
 from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.local_program import LocalGraphs, numbered
 from hetspmd.lower.passes import PASSES, Rewrite
+from hetspmd.lower.turn_writer import TurnGraph
 from hetspmd.lower.types import value_types
 from hetspmd.plan.plan import Plan
 from hetspmd.run.starting import runtime_of
@@ -144,7 +145,7 @@ EMITTERS: tuple[Any, ...] = (local.ActiveEmitter, idle.IdleEmitter)
 class Compared:
     """Is told of every call of a graph that runs, and compares what it gives with the types in the text."""
 
-    def __init__(self, graphs: LocalGraphs) -> None:
+    def __init__(self, graphs: LocalGraphs | TurnGraph) -> None:
         self.nodes: list[fx.Node] = []
         self.types, self.count = value_types(graphs), 0
 

@@ -70,7 +70,7 @@ def test_dtypes_and_shapes_are_those_of_a_run(kind: str) -> None:
         assert isinstance(graphs, TurnGraphs)
         randomness = Randomness(5, communicator.rank, CPU, reference=True)
         randomness.begin_step()
-        compared = [Compared(turn) for turn in graphs.turns]  # type: ignore[arg-type]  # of one graph
+        compared = [Compared(turn) for turn in graphs.turns]
         for each, turn in zip(compared, graphs.turns, strict=True):
             name = f"turn{turn.number}"
             module = instrumented(getattr(program.forward, name), each, name, each.behind)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from evaluations import ask
 from program_builder import divided_in_the_loop
-from ranks_in_turns import error_in_turns
 from small_plans import cluster
 from test_micro_batches_training import Model, batch
-from test_ranks_in_turns import CLUSTER, KINDS, RATIOS, in_loop, inputs_of, traced
+from test_ranks_in_turns import KINDS, check, traced
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,11 +21,9 @@ from hetspmd.lower.turn_writer import TurnGraph, _TurnWriter
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
-from hetspmd.program.micro_batches import in_own_turns, micro_batches
-from hetspmd.program.turn_lengths import turn_lengths
+from hetspmd.program.micro_batches import in_own_turns
 from hetspmd.rules.theory import derive
 from hetspmd.trace.trace import trace
-from workbench import single_device
 
 CPU = torch.device("cpu")
 DEVICES = cluster(4, 2, 1)
@@ -38,25 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWar
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart", "bert-moe"])
 def test_models(name: str) -> None:
     """In five turns, as alike as the rows allow, with collectives in the loop and without."""
-    t = traced(name)
-    want = single_device(t.theory, t.model, inputs_of(t))
-    single = any(tensor.dtype == "float32" for tensor in t.theory.graph.tensors)  # the losses of some models
-    parts = (0.2,) * 5
-    for kind, part in zip(KINDS, (0.0, 1.0, 0.5, 1.0), strict=False):
-        plan = plan_for(t.theory, CLUSTER, KINDS[kind](t.theory), RATIOS)
-        batches = in_loop(t.theory, micro_batches(t.theory, 2), part)
-        turns = turn_lengths(t.theory, batches.loop.axes, parts)
-        error = error_in_turns(
-            t.theory,
-            plan.program,
-            plan.schedule,
-            replace(batches, count=len(parts), turns=turns),
-            plan.lengths,
-            t.model,
-            inputs_of(t),
-            want,
-        )
-        assert error < (1e-6 if single else 1e-9), kind
+    for kind, part in zip(KINDS, (0.0, 1.0, 0.5, 1.0), strict=True):
+        check(traced(name), kind, [((0.2,) * 5, part)])
 
 
 def written(plan: Plan, rank: int) -> list[TurnGraph]:

@@ -197,10 +197,8 @@ class _Compilation:
                 with self.clock("synth"):
                     self.prepared[:] = [Prepared(self.theory, self.constraints)]
             (prepared,) = self.prepared
-        return Synthesis(
-            self.theory, cluster, self.constraints, self.limits, self.clock,
-            batches=self.batches, prepared=prepared, **options,
-        )  # fmt: skip
+        asked = self.constraints, self.limits, self.clock
+        return Synthesis(self.theory, cluster, *asked, batches=self.batches, prepared=prepared, **options)
 
     def fits_leanest(self) -> bool:
         """Whether ZeRO-3 fits the single devices, where it may be taken."""
