@@ -40,7 +40,6 @@ UNSPLIT = {
         BATCH_NORM,
     ),
     "clip": "mm.default in the model needs div_1 of the whole batch",
-    **dict.fromkeys(("lstm", "gru", "nn-transformer"), "_unsafe_view.default .*no triple along the samples"),
     "dlrm": "_embedding_bag_backward.default in tables.2 has no triple along the samples",
 }  # fmt: skip
 """Models of the zoo that cannot be split exactly, and what the error says."""

@@ -47,6 +47,7 @@ from hetspmd.trace.kept_results import check_kept
 from hetspmd.trace.losses import Loss
 from hetspmd.trace.recompute import Block, Chooser, own_regions, with_recomputation
 from hetspmd.trace.recurrent import layer_by_layer
+from hetspmd.trace.samples_first import with_samples_first
 from hetspmd.trace.second_reads import with_second_reads
 from hetspmd.trace.shared_memory import check_views
 from hetspmd.trace.traced_step import Step
@@ -166,7 +167,9 @@ def _traced(
     _warn(step, watch)
     states += watch.states
     graph = replace(graph, autocast=autocast_state(place.type))
-    return graph, [Block(region_name(number), tensors) for number, tensors in made.items()]
+    regions = [Block(region_name(number), tensors) for number, tensors in made.items()]
+    with collector_paused():
+        return with_samples_first(graph, regions)
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:

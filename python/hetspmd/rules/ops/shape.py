@@ -19,27 +19,17 @@ from hetspmd.rules.registry import rule
 from hetspmd.rules.rule import Call, Cut, Local, LocalCall, OpRule
 from hetspmd.rules.terms import linear_sets, wrap
 from hetspmd.trace.graph import ITEM_SIZES, Ref
+from hetspmd.trace.view_runs import view_runs
 
 
 def view_cuts(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[Cut, Cut]]:
     """The cuts of a view from shape ``source`` to shape ``target``, slowest first (see the module)."""
-    if prod(source) == 0:
-        return []
-    source_dims = [d for d, extent in enumerate(source) if extent != 1]
-    target_dims = [d for d, extent in enumerate(target) if extent != 1]
     cuts = []
-    i = j = 0
-    while i < len(source_dims) and j < len(target_dims):
-        a, b = source[source_dims[i]], target[target_dims[j]]
-        units = gcd(a, b)
+    for run in view_runs(source, target):
+        first, second = run.source[0], run.target[0]
+        units = gcd(source[first], target[second])
         if units > 1:
-            cuts.append((Cut(source_dims[i], a // units), Cut(target_dims[j], b // units)))
-        i, j = i + 1, j + 1
-        while a != b:
-            if a < b:
-                a, i = a * source[source_dims[i]], i + 1
-            else:
-                b, j = b * target[target_dims[j]], j + 1
+            cuts.append((Cut(first, source[first] // units), Cut(second, target[second] // units)))
     return cuts
 
 
