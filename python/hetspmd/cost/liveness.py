@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.cost.copied_views import copied_views
 from hetspmd.placement import PARTIAL
 from hetspmd.program.buckets import Bucket
 from hetspmd.program.dataflow import compute_keys
@@ -30,10 +31,6 @@ from hetspmd.trace.graph import Graph
 
 Move = Communicate | InsideCollective | Across
 """A collective of one tensor."""
-
-_RESHAPE = "aten._unsafe_view.default"
-"""What the trace makes of a reshape that cannot be a view, and of a product's result. Of an expanded tensor, which
-has more bytes than its storage, it is a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +56,11 @@ class Sum:
 
 
 def aliases(theory: Theory) -> frozenset[int]:
-    """The instructions whose rule says that they make views (kept with the theory)."""
+    """The instructions that make views (kept with the theory)."""
     kept: frozenset[int] | None = vars(theory).get("_aliases")
     if kept is None:
-        kept = vars(theory)["_aliases"] = frozenset(i for i, rule in theory.rules.items() if rule.alias)
+        views = frozenset(i for i, rule in theory.rules.items() if rule.alias)
+        kept = vars(theory)["_aliases"] = views - copied_views(theory)
     return kept
 
 
@@ -158,7 +156,7 @@ class Liveness:
                 for key in made:
                     self.hold(key, steps)
                 continue
-            base = self._shown(instruction, base) if instruction in aliases else None
+            base = base if instruction in aliases else None
             for key in made:
                 if key not in values:
                     values[key] = value = len(sizes)
@@ -167,15 +165,6 @@ class Liveness:
                     side.append(late)
                     born.append(at)
                     last.append(at)
-
-    def _shown(self, instruction: int, base: int | None) -> int | None:
-        """The value that the result of a view of a value looks at; None if it is a copy."""
-        graph = self.theory.graph
-        node = graph.instructions[instruction]
-        if base is None or node.op != _RESHAPE:
-            return base
-        shown = graph.tensors[self.sizes[self.storage[base]][0]].nbytes
-        return None if graph.tensors[node.outputs[0]].nbytes > shown else base
 
     def leave(self, forward: Iterable[LevelKey], backward: Iterable[LevelKey], steps: int) -> None:
         """What the graphs leave behind is held to the end, and so is what no step waits for."""

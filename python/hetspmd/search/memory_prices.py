@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hetspmd.cost.liveness import aliases
 from hetspmd.cost.loop_memory import AxisPlaces
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array, CostModel, Index
@@ -37,7 +38,7 @@ class MemoryPrices:
         self.places = AxisPlaces(searcher.space.theory, batches)
         space, pricing = searcher.space, searcher.pricing
         theory = self.theory = space.theory
-        graph = theory.graph
+        graph, views = theory.graph, aliases(theory)
         end = len(graph.instructions)
         self.born = np.full(len(graph.tensors), end + 1, dtype=np.int64)
         self.last = np.full(len(graph.tensors), -1, dtype=np.int64)
@@ -45,14 +46,13 @@ class MemoryPrices:
         for instruction in graph.instructions:
             for t in instruction.inputs:
                 self.last[t] = instruction.id
-            rule = theory.rules.get(instruction.id)
             for t in instruction.outputs:
                 if t < 0:
                     continue
                 self.born[t] = 0 if instruction.is_source else instruction.id
                 if instruction.is_source:
                     self.last[t] = end
-                elif rule is not None and rule.alias and instruction.inputs:
+                elif instruction.id in views and instruction.inputs:
                     self.root[t] = self.root[instruction.inputs[0]]
         results = [graph.loss, *(o.tensor for o in graph.outputs), *graph.updates]
         results += [p.gradient for p in graph.parameters]
