@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -16,12 +16,23 @@ from hetspmd.dist.random import Draw, Randomness, Region, random_op
 from hetspmd.dist.slices import movable
 
 
+class LossScale(Protocol):
+    """Tells by what a loss will be scaled (:class:`hetspmd.run.scaler.ExpectedScale`)."""
+
+    def expected(self, device: torch.device) -> torch.Tensor:
+        """The scale, a scalar."""
+
+    def check(self, tangent: torch.Tensor) -> None:
+        """Raises GradientError for a gradient of the loss that was not to be expected."""
+
+
 @dataclass
 class Runtime:
     """The first input of every lowered graph.
 
     ``communicator`` joins the ranks that run the program, the active ones (on an idle rank: the idle ones).
-    Where some are idle, ``everyone`` joins all, to share results from its rank ``source``.
+    Where some are idle, ``everyone`` joins all, to share results from its rank ``source``. ``loss_scale``
+    tells by what the loss of the step that runs will be scaled, for gradients that are computed before it is.
     """
 
     communicator: Communicator
@@ -29,6 +40,7 @@ class Runtime:
     everyone: Communicator | None = None
     source: int = 0
     idle: bool = False
+    loss_scale: LossScale | None = field(default=None, kw_only=True)
 
     @classmethod
     def join(cls, everyone: Communicator, active: Sequence[int], randomness: Randomness) -> Runtime:
@@ -66,6 +78,21 @@ class Runtime:
         cut = [(dim, start, extent) for dim, start, extent in regions]
         draw = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
         return random_op(self.randomness, draw, op, args, kwargs)
+
+    def expected_tangent(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The gradient that the loss is expected to get."""
+        if self.loss_scale is None:
+            return torch.ones(shape, dtype=dtype, device=device)
+        return self.loss_scale.expected(device).to(dtype).expand(shape)
+
+    def relative_tangent(self, tangent: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """The gradient that the loss has got, by the expected one. Raises GradientError where so much more came than
+        was expected that gradients may have vanished."""
+        if self.loss_scale is not None:
+            self.loss_scale.check(tangent)
+        return tangent / expected
 
     def share(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` of the active ranks, all of which hold it whole, on every rank.

@@ -36,6 +36,20 @@ def start_bucket_across(
     return runtime.start_bucket_across(kind, tensors, args, legs)
 
 
+def expected_tangent(
+    runtime: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The gradient that the loss is expected to get."""
+    tangent: torch.Tensor = runtime.expected_tangent(shape, dtype, device)
+    return tangent
+
+
+def relative_tangent(runtime: Any, tangent: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The gradient that the loss has got, by the expected one."""
+    relative: torch.Tensor = runtime.relative_tangent(tangent, expected)
+    return relative
+
+
 def wait(pending: Any) -> torch.Tensor:
     """The result of a collective that was started."""
     result: torch.Tensor = pending.wait()

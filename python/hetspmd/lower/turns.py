@@ -5,7 +5,8 @@ the last one, in the order of the schedule: parameters are gathered while the fi
 reduced as soon as the last turn has added to it, while that goes on.
 
 The forward graph of a rank runs all of them, and so the backward, too: it leaves the gradients as what is saved.
-The backward graph multiplies them by the gradient that comes in, in which they are linear.
+The backward graph multiplies them by the gradient that comes in, in which they are linear. Where gradients are
+computed in float16, in which small ones vanish, they are computed of the loss as it is expected to be scaled.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetspmd.lower.calls import expected_tangent, relative_tangent
 from hetspmd.lower.emit import identifier, take_saved
 from hetspmd.lower.local import ActiveEmitter
 from hetspmd.lower.local_program import Groups, LocalInterface, LocalProgram
@@ -27,6 +29,7 @@ from hetspmd.placement import is_sharded
 from hetspmd.program.levels import Key
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
+from hetspmd.trace.graph import Graph
 from hetspmd.trace.values import torch_dtype
 
 aten = torch.ops.aten
@@ -94,7 +97,11 @@ class TurnGraphs:
         """The local program that runs all of a step."""
         interface, turns = self.interface(), self.local_turns()
         given = {field.name: getattr(interface, field.name) for field in fields(LocalInterface)}
-        backward = _scaled(len(self.steps.gradients)) if self.steps.gradients else None
+        backward = (
+            _scaled(len(self.steps.gradients), _in_float16(self.layout.graph))
+            if self.steps.gradients
+            else None
+        )
         return LocalProgram(**given, forward=_forward(turns, interface), backward=backward)
 
 
@@ -150,10 +157,15 @@ def _forward(turns: LocalTurns, interface: LocalInterface) -> fx.GraphModule:
         )
         for local in tensors
     ]
+    scaled = _in_float16(meta)
     if meta.tangent is not None:
         tangent = meta.tensors[meta.tangent]
-        kwargs: dict[str, Any] = {"dtype": torch_dtype(tangent.dtype), "device": interface.device}
-        given.append(graph.call_function(aten.ones.default, (list(tangent.shape),), kwargs))
+        shape, dtype = list(tangent.shape), torch_dtype(tangent.dtype)
+        if scaled:
+            given.append(graph.call_function(expected_tangent, (runtime, shape, dtype, interface.device)))
+        else:
+            kwargs: dict[str, Any] = {"dtype": dtype, "device": interface.device}
+            given.append(graph.call_function(aten.ones.default, (shape,), kwargs))
     sums = graph.call_function(no_sums, (len(turns.summed),))
     count, last = len(turns.steps.read), len(turns.turns) - 1
     values: list[fx.Node] = []
@@ -173,7 +185,8 @@ def _forward(turns: LocalTurns, interface: LocalInterface) -> fx.GraphModule:
             joined = sum(is_sharded(key[1]) for key in turns.steps.leaving)
             several = count + len(turns.steps.carried)
             values = [graph.call_function(operator.getitem, (left, joined + i)) for i in range(several)]
-    graph.output(graph.call_function(operator.getitem, (left, 1)))
+    results = graph.call_function(operator.getitem, (left, 1))
+    graph.output(graph.call_function(also_saved, (results, given[-1])) if scaled else results)
     # A GraphModule that is made of others writes their code again, which takes as long as it took first.
     names = [f"turn{number}" for number in range(last + 1)]
     modules = dict.fromkeys(names, torch.nn.Identity())
@@ -183,11 +196,30 @@ def _forward(turns: LocalTurns, interface: LocalInterface) -> fx.GraphModule:
     return forward
 
 
-def _scaled(count: int) -> fx.GraphModule:
-    """The gradients that were saved, times the gradient that comes in."""
+def _in_float16(graph: Graph) -> bool:
+    """Whether a gradient is computed in float16, in which one that is not scaled may vanish."""
+    makers = (i for i in graph.instructions if i.phase == "backward")
+    return graph.tangent is not None and any(
+        graph.tensors[t].dtype == "float16" for i in makers for t in i.outputs if t >= 0
+    )
+
+
+def also_saved(
+    results: tuple[Any, Any, Any, list[Any]], value: torch.Tensor
+) -> tuple[Any, Any, Any, list[Any]]:
+    """What the last turn returns, with a value behind what is saved."""
+    loss, outputs, buffers, saved = results
+    return loss, outputs, buffers, [*saved, value]
+
+
+def _scaled(count: int, expected: bool) -> fx.GraphModule:
+    """The gradients that were saved, times the gradient that comes in; ``expected``: by the gradient for which they
+    were computed, which is saved behind them."""
     graph = fx.Graph()
-    graph.placeholder("runtime")
-    tangent, saved = graph.placeholder("tangent"), graph.placeholder("saved")
+    runtime, tangent, saved = (graph.placeholder(name) for name in ("runtime", "tangent", "saved"))
+    if expected:
+        by = graph.call_function(take_saved, (saved, count))
+        tangent = graph.call_function(relative_tangent, (runtime, tangent, by))
     gradients = [graph.call_function(take_saved, (saved, index)) for index in range(count)]
     graph.output([graph.call_function(aten.mul.Tensor, (gradient, tangent)) for gradient in gradients])
     return fx.GraphModule({}, graph, "Backward")

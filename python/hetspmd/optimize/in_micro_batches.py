@@ -40,11 +40,6 @@ def in_micro_batches(
             count = min(count, samples(theory, split_in_time(theory).axes))
     if count == 1:
         return theory, None
-    if graph.autocast == "float16":
-        raise MicroBatchError(
-            "gradients in float16 need the scaled loss when they are computed, and in micro-batches they are "
-            "computed before it is known; use bfloat16, or micro_batches=1"
-        )
     batches = micro_batches(theory, count)
     rows = [place for place, output in enumerate(graph.outputs) if output.tensor in batches.joined]
     returned = spec_from_text(graph.output_spec).num_leaves

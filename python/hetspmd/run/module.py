@@ -38,6 +38,7 @@ from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.run_options import HapKeywords, RunOptions
+from hetspmd.run.scaler import ExpectedScale
 from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
@@ -157,6 +158,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches, run.batch)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
         self._runtime = runtime_of(communicator, first, randomness)
+        self._runtime.loss_scale = ExpectedScale(self)
         program = setting.lower(first)
         self._store = Store(model, first.graph, program.parameters)
         if run.sync_module_states:
