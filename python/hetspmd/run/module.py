@@ -157,8 +157,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         check_model(model, first.graph)
         ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches, run.batch)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
-        self._runtime = runtime_of(communicator, first, randomness)
-        self._runtime.loss_scale = ExpectedScale(self)
+        self._runtime = runtime_of(communicator, first, randomness, ExpectedScale(self))
         program = setting.lower(first)
         self._store = Store(model, first.graph, program.parameters)
         if run.sync_module_states:

@@ -15,7 +15,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.machine_levels import join_machines
 from hetspmd.dist.process_group import communicator_for
 from hetspmd.dist.random import Randomness
-from hetspmd.dist.runtime import Runtime
+from hetspmd.dist.runtime import LossScale, Runtime
 from hetspmd.errors import DeviceError, ExampleError, OptionError, PlanMismatchError
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.plan.plan import Plan
@@ -88,8 +88,13 @@ def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, ex
     return agreed_plan(communicator, lambda: setting.compile(args, kwargs, training=True))
 
 
-def runtime_of(communicator: Communicator, plan: Plan, randomness: Randomness) -> Runtime:
+def runtime_of(
+    communicator: Communicator, plan: Plan, randomness: Randomness, loss_scale: LossScale | None = None
+) -> Runtime:
     """What this rank's graphs are given; all ranks must call this."""
     if plan.inside is None:
-        return Runtime.join(communicator, plan.active, randomness)
-    return join_machines(communicator, plan.cluster, plan.active, randomness)
+        runtime = Runtime.join(communicator, plan.active, randomness)
+    else:
+        runtime = join_machines(communicator, plan.cluster, plan.active, randomness)
+    runtime.loss_scale = loss_scale
+    return runtime

@@ -23,12 +23,12 @@ Shape = tuple[int, ...]
 Places = list[int | None]
 """By position, the inputs first and then the outputs: the dim of each tensor that is the same rows, or None."""
 
-_ELEMENTWISE: Final = frozenset({
-    "aten.alias.default", "aten.clone.default", "aten.detach.default", "aten._to_copy.default",
-    "aten.zeros_like.default", "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default",
-    "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.empty.memory_format",
-    "aten.expand.default", "aten.native_dropout_backward.default",
-})  # fmt: skip
+_COPIES: Final = frozenset(
+    f"aten.{name}.default" for name in ("alias", "clone", "detach", "_to_copy", "expand")
+)
+_FILLED: Final = frozenset(f"aten.{name}.default" for name in ("zeros", "ones", "full"))
+_FILLED_LIKE: Final = frozenset(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty"))
+_ELEMENTWISE: Final = _COPIES | _FILLED | _FILLED_LIKE | {"aten.native_dropout_backward.default"}
 """Beside those that torch says are pointwise."""
 _SUMS: Final = frozenset({"aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default"})
 _ALONG: Final = {

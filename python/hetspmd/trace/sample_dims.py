@@ -20,7 +20,7 @@ _ROWS_AND_COLUMNS = {"aten.mm.default": 0, "aten.addmm.default": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class SampleDim:
     """The samples lie along ``dim``: it is the product of ``outer`` indices that vary more slowly, the samples, and
     what varies faster. With ``outer`` 1 they are the slowest index."""
 
@@ -28,9 +28,9 @@ class Samples:
     outer: int = 1
 
 
-def sample_dims(graph: Graph) -> dict[int, Samples]:
+def sample_dims(graph: Graph) -> dict[int, SampleDim]:
     """Where the samples lie, by tensor id; without the tensors of which it is not known."""
-    found = {i.tensor: Samples(0) for i in graph.inputs if graph.tensors[i.tensor].shape}
+    found = {i.tensor: SampleDim(0) for i in graph.inputs if graph.tensors[i.tensor].shape}
     for instruction in graph.instructions:
         if any(t in found for t in instruction.inputs):
             for tensor in instruction.outputs:
@@ -40,25 +40,27 @@ def sample_dims(graph: Graph) -> dict[int, Samples]:
     return found
 
 
-def _after(graph: Graph, instruction: Instruction, output: int, found: dict[int, Samples]) -> Samples | None:
+def _after(
+    graph: Graph, instruction: Instruction, output: int, found: dict[int, SampleDim]
+) -> SampleDim | None:
     shapes, target = [graph.tensors[t].shape for t in instruction.inputs], graph.tensors[output].shape
     if is_view(instruction.op):
         return through_view(view_runs(shapes[0], target), shapes[0], target, found[instruction.inputs[0]])
     order = order_of(instruction, len(shapes[0]))
     if order is not None:
         place = found[instruction.inputs[0]]
-        return Samples(order.index(place.dim), place.outer)
+        return SampleDim(order.index(place.dim), place.outer)
     if instruction.op in _ROWS_AND_COLUMNS:
         return _of_product(instruction, found)
     for tensor, shape in zip(instruction.inputs, shapes, strict=True):
         if tensor in found:
             dim = _same_dim(shape, target, found[tensor].dim)
             if dim is not None:
-                return Samples(dim, found[tensor].outer)
+                return SampleDim(dim, found[tensor].outer)
     return None
 
 
-def through_view(runs: Sequence[Run], source: Shape, target: Shape, place: Samples) -> Samples | None:
+def through_view(runs: Sequence[Run], source: Shape, target: Shape, place: SampleDim) -> SampleDim | None:
     """Where a view, or the inverse of one, has the samples. None where its dims divide them otherwise."""
     for run in runs:
         if place.dim in run.source:
@@ -66,14 +68,14 @@ def through_view(runs: Sequence[Run], source: Shape, target: Shape, place: Sampl
             outer = place.outer * prod(source[d] for d in faster)
             for dim in run.target:
                 if outer < target[dim]:
-                    return Samples(dim, outer)
+                    return SampleDim(dim, outer)
                 if outer % target[dim]:
                     return None
                 outer //= target[dim]
     return None
 
 
-def _of_product(instruction: Instruction, found: dict[int, Samples]) -> Samples | None:
+def _of_product(instruction: Instruction, found: dict[int, SampleDim]) -> SampleDim | None:
     """Rows of the left factor are rows of the product, columns of the right one its columns."""
     first = _ROWS_AND_COLUMNS[instruction.op]
     for dim in (0, 1):

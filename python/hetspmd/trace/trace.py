@@ -105,6 +105,7 @@ def trace(
         draws = [] if states is None else states
         graph, regions = _traced(*call, training, numbers, host_randomness, draws, stack)
     with collector_paused():
+        graph, regions = with_samples_first(graph, regions)
         return with_second_reads(with_recomputation(graph, recompute(graph, regions)))
 
 
@@ -167,9 +168,7 @@ def _traced(
     _warn(step, watch)
     states += watch.states
     graph = replace(graph, autocast=autocast_state(place.type))
-    regions = [Block(region_name(number), tensors) for number, tensors in made.items()]
-    with collector_paused():
-        return with_samples_first(graph, regions)
+    return graph, [Block(region_name(number), tensors) for number, tensors in made.items()]
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:

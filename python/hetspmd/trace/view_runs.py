@@ -12,9 +12,8 @@ from hetspmd.trace.graph import Instruction
 
 RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
 """Views whose second argument is the shape of the result."""
-_VIEWS: Final = RESHAPES | {
-    "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default",
-}  # fmt: skip
+_SQUEEZES: Final = frozenset(f"aten.squeeze.{name}" for name in ("default", "dim", "dims"))
+_VIEWS: Final = RESHAPES | _SQUEEZES | {"aten.unsqueeze.default"}
 SWAPS: Final = frozenset({"aten.transpose.int", "aten.t.default", "aten.permute.default"})
 """Ops by which dims change places."""
 
