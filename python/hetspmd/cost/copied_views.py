@@ -69,9 +69,8 @@ def _run(
             results = [first.reshape(graph.tensors[instruction.outputs[0]].shape)]
         else:
             results = as_list(run_instruction(instruction, given, _META), len(instruction.outputs))
-    except (
-        Exception
-    ):  # an op may have no kernel for tensors without memory: its results are as they most often are
+    except Exception:
+        # An op may have no kernel for tensors without memory. Its results are then as they most often are.
         return [None] * len(instruction.outputs), False
     found = [None if not isinstance(r, torch.Tensor) or r.is_contiguous() else r.stride() for r in results]
     storages = {t.untyped_storage()._cdata for t in given.values()}

@@ -156,7 +156,8 @@ class Liveness:
                 for key in made:
                     self.hold(key, steps)
                 continue
-            base = base if instruction in aliases else None
+            if instruction not in aliases:
+                base = None
             for key in made:
                 if key not in values:
                     values[key] = value = len(sizes)
