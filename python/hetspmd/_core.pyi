@@ -23,6 +23,14 @@ class Searcher:
         tensors. Raises ValueError for a wrong number of them, negative ones or too large a sum.
         """
 
+    def fold(self, alike: bytes) -> None:
+        """Prepare searches among the programs in which instructions are alike.
+
+        ``alike`` has a little-endian 64-bit integer for each instruction: the one that it is like, which is like
+        itself. Raises ValueError for another number of them, and for instructions whose rows, or moves of outputs,
+        are not the same.
+        """
+
     def solve(
         self,
         *,
@@ -31,9 +39,14 @@ class Searcher:
         memory_limit: int,
         incumbent: str | None = None,
         allowed: bytes | None = None,
+        folded: bool = False,
         progress: Callable[[float, int, int | None], object] | None = None,
     ) -> str:
-        """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden."""
+        """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden.
+
+        ``folded``: among the programs in which instructions are alike (:meth:`fold`), of which alone the bound is
+        then. Raises ValueError where none are known to be.
+        """
 
     def problem(self) -> str:
         """The problem text at the present costs."""

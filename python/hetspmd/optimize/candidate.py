@@ -214,13 +214,16 @@ def bounded(result: SearchResult, cost: float, whole: SearchResult) -> SearchRes
 
 
 def certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
-    """The candidate with cost and bound of its own lengths, where its program was searched at others."""
-    if candidate.searched:
+    """The candidate with cost and bound of its own lengths, where its program was searched at others, or without a
+    bound."""
+    if candidate.searched and candidate.result.lower_bound > 0.0:
         return candidate
     costs, lengths = ctx.costs(candidate.active), candidate.lengths
-    whole = ctx.search(costs, lengths, start=candidate.result)
+    whole = ctx.search(costs, lengths, start=candidate.result, certain=True)
     cost = ctx.searcher.cost(candidate.result, costs, lengths)
     result = bounded(candidate.result, cost, whole)
+    if candidate.result.stop_reason == "memory" and result.gap > 0:
+        result = replace(result, stop_reason="memory")
     distance = candidate.evaluator.prefetch_distance
     evaluator = Evaluator(ctx, costs, result, candidate.active, lengths, candidate.reason, distance)
     return Candidate(evaluator, candidate.ratios, lengths, candidate.reason)

@@ -207,7 +207,7 @@ def _bounded(candidate: Candidate) -> Candidate:
     """The candidate with the bound of all programs at its lengths, with these turns."""
     ctx, evaluator = candidate.evaluator.ctx, candidate.evaluator
     costs, lengths = evaluator.step.model, candidate.lengths
-    whole = ctx.search(costs, lengths, start=candidate.result)
+    whole = ctx.search(costs, lengths, start=candidate.result, certain=True)
     cost = ctx.searcher.cost(candidate.result, costs, lengths)
     result = bounded(candidate.result, cost, whole)
     own = Evaluator(

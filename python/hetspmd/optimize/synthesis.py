@@ -6,13 +6,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.least_memory import LeastMemory
 from hetspmd.cost.model import CostModel
+from hetspmd.errors import InfeasibleError
 from hetspmd.optimize.thresholds import THRESHOLDS, Thresholds
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.micro_batches import MicroBatches, in_own_turns
@@ -163,12 +164,19 @@ class Synthesis:
         start: SearchResult | None = None,
         within: Space | None = None,
         overlap: float = 1.0,
+        certain: bool = False,
     ) -> SearchResult:
         """The best program at these lengths by additive costs (:meth:`hetspmd.search.search.Searcher.search`).
 
-        Raises InfeasibleError if there is none, SearchError if a limit struck before the first was found.
+        A quick synthesis takes alike layers alike (:mod:`hetspmd.search.folding`), and proves no bound, but where
+        the result is to be ``certain``. Raises InfeasibleError if there is none, SearchError if a limit struck
+        before the first was found.
         """
         with self.clock("synth"):
-            return self.searcher.search(
-                costs, lengths, self.limits, within=within, start=start, overlap=overlap
+            search = partial(
+                self.searcher.search, costs, lengths, self.limits, within=within, start=start, overlap=overlap
             )
+            if not certain and within is None and self.quick and self.searcher.folds:
+                with suppress(InfeasibleError):
+                    return replace(search(folded=True), lower_bound=0.0, gap=1.0, stop_reason="folded")
+            return search()

@@ -388,7 +388,7 @@ def _certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
     own = candidate.evaluator.ctx
     own = own.with_repeated(frozenset(_used(own, candidate.program)))
     active, lengths = candidate.active, candidate.lengths
-    whole = ctx.search(ctx.costs(active), lengths, start=candidate.result)
+    whole = ctx.search(ctx.costs(active), lengths, start=candidate.result, certain=True)
     costs = own.costs(active)
     cost = own.searcher.cost(candidate.result, costs, lengths)
     result = bounded(candidate.result, cost, whole)

@@ -120,6 +120,8 @@ def search_that_fits(
     prices = _Lagrangian(searcher, model, lengths, limits, within, capacities(model), memory_prices)
     if prices.take(start):
         return start
+    prices.raise_bound(start.lower_bound)
+    prices.folded = known is not None and searcher.folds
     if known is None:
         prices.run()
     else:
@@ -137,7 +139,6 @@ class _Lagrangian(Relaxation):
     def run(self) -> None:
         """Cutting planes, then tilted scaling where they leave a gap."""
         first = self.lines[0]
-        self.bound = max(self.bound, first.result.lower_bound)
         try:
             if self._cutting_planes(first.result.cost) and not self.close():
                 if self.best is None and self.estimates_fail:
@@ -153,7 +154,7 @@ class _Lagrangian(Relaxation):
         ``quick``: only if a program fits there."""
         earlier, ranks = known.prices, known.ranks
         end = len(self.searcher.space.theory.graph.instructions)
-        self.bound = max(self.bound, self.lines[0].result.lower_bound)
+        self.raise_bound(self.lines[0].result.lower_bound)
         over = quick
         try:
             if quick:
@@ -174,6 +175,8 @@ class _Lagrangian(Relaxation):
             pass
         if not over:
             self.run()
+        if self.folded and not quick:
+            self._unfolded(over)
         if self.best is None:
             earlier.exceeded = tuple(sorted({i for i, _ in self.tried[0]})), end
             return
@@ -182,6 +185,21 @@ class _Lagrangian(Relaxation):
             at, tilt, estimated = self.won
             earlier.fitting = known.priced(at, end, tilt, estimated=estimated)
             earlier.found_on = known.ranks
+
+    def _unfolded(self, over: bool) -> None:
+        """Search among all programs: for a bound and, at the prices of the best program so far, for one whose alike
+        layers differ; as before where none has been found. ``over``: none is to be searched then."""
+        self.unfold()
+        if self.best is None:
+            if not over:
+                self.run()
+            return
+        try:
+            self.search(self.top)
+            if self.won is not None and not self.close():
+                self.search(*self.won)
+        except SearchError:
+            pass
 
     def _quickly(self, earlier: EarlierPrices, ranks: Sequence[int]) -> None:
         """A few searches near earlier prices, and at uniform ones."""
@@ -282,7 +300,7 @@ class _Lagrangian(Relaxation):
                 continue
             before = at
             self.search(at)
-            if self.bound > dearest:
+            if self.among > dearest:
                 return False
             if self.close():
                 break

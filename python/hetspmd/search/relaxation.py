@@ -3,6 +3,9 @@
 A program fits if it does in the order of the search, where prices apply, and as it is executed
 (:mod:`hetspmd.cost.step`), with what collectives hold on their way. What it then holds more counts wherever it
 exceeds the memory.
+
+Where a model has many alike layers, the searches are at first among the programs in which runs of them are alike
+(:mod:`hetspmd.search.folding`), which take a fraction of the time. Their bounds are of these programs alone.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import numpy as np
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.cost.step import StepModel
+from hetspmd.errors import InfeasibleError
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.memory_lines import Line
 from hetspmd.search.memory_prices import MemoryPrices, Place
+from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
@@ -58,6 +63,11 @@ class Relaxation:
     lines: list[Line] = field(default_factory=list)
     best: SearchResult | None = None
     bound: float = -np.inf
+    """Of all programs, certified."""
+    among: float = -np.inf
+    """Of those that are searched among."""
+    folded: bool = False
+    """These are the programs in which alike layers are alike."""
     highest: float = -np.inf
     top: dict[Place, float] = field(default_factory=dict)
     """The prices tried at which L is highest."""
@@ -93,26 +103,47 @@ class Relaxation:
 
     def search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
-        result = self.searcher.search(
-            self.model,
-            self.lengths,
-            replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS)),
-            within=self.within,
-            start=self._cheapest(at),
-            prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
-        )
+        prices = self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated)
+        try:
+            result = self._searched(at, prices)
+        except InfeasibleError:
+            if not self.folded:
+                raise
+            self.unfold()
+            result = self._searched(at, prices)
         self.tried = at, tilt, estimated
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
             value = result.lower_bound - paid
             if value >= self.highest:
                 self.highest, self.top = value, at
-            self.bound = max(self.bound, value)
+            self.raise_bound(value)
         before = self.best
         fits = self.take(result)
         if self.best is not before:
             self.won = self.tried
         return fits
+
+    def _searched(self, at: dict[Place, float], prices: Prices) -> SearchResult:
+        limits = replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS))
+        return self.searcher.search(
+            self.model,
+            self.lengths,
+            limits,
+            within=self.within,
+            start=self._cheapest(at),
+            prices=prices,
+            folded=self.folded,
+        )
+
+    def raise_bound(self, value: float) -> None:
+        """No program that is searched among fits for less."""
+        self.among = max(self.among, value)
+        self.bound = self.bound if self.folded else max(self.bound, value)
+
+    def unfold(self) -> None:
+        """From now on all programs are searched among."""
+        self.folded, self.among, self.highest = False, self.bound, -np.inf
 
     def _cheapest(self, at: dict[Place, float]) -> SearchResult:
         """The program found so far that costs least at prices of what it holds: of those that are charged, near the
@@ -140,7 +171,7 @@ class Relaxation:
         return fits
 
     def close(self, gap: float = CLOSE) -> bool:
-        return self.best is not None and self.best.cost - self.bound <= gap * self.best.cost
+        return self.best is not None and self.best.cost - self.among <= gap * self.best.cost
 
     def narrow(self, part: float = ENOUGH) -> bool:
         """Whether a program that does not fit is nearly as dear as the best one that does."""

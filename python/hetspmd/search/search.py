@@ -18,6 +18,7 @@ from hetspmd.placement import Placement
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate, Program
 from hetspmd.rules.theory import Theory
+from hetspmd.search.folding import alike_instructions
 from hetspmd.search.order import assemble_program
 from hetspmd.search.pricing import Priced, Prices, Pricing
 from hetspmd.search.space import Move, Space
@@ -76,6 +77,15 @@ class Searcher:
         """The prepared problem."""
         return _core.Searcher(self.space.structure())
 
+    @cached_property
+    def folds(self) -> bool:
+        """Whether the space has alike layers that can be folded."""
+        alike = alike_instructions(self.space)
+        if alike is None:
+            return False
+        self.core.fold(alike.astype("<i8").tobytes())
+        return True
+
     def problem(self, model: CostModel, lengths: Lengths, *, within: Space | None = None) -> str:
         """The self-contained problem text at ``lengths``."""
         searcher = self if within is None else Searcher(within)
@@ -92,11 +102,13 @@ class Searcher:
         start: SearchResult | None = None,
         prices: Prices | None = None,
         overlap: float = 1.0,
+        folded: bool = False,
     ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
-        ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. Raises
+        ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. ``folded``:
+        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. Raises
         InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
         program was found.
         """
@@ -117,6 +129,7 @@ class Searcher:
             memory_limit=limits.memory,
             incumbent=incumbent,
             allowed=None if allowed is None else allowed.tobytes(),
+            folded=folded,
         )
         solution = json.loads(text)
         if solution["stop_reason"] == "infeasible":

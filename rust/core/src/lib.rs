@@ -22,6 +22,7 @@ pub mod dive;
 pub mod dominance;
 pub mod eliminate;
 pub mod extrapolate;
+pub mod fold;
 pub mod frontier;
 pub mod intern;
 pub mod join;
@@ -40,7 +41,7 @@ pub mod verify;
 
 pub use control::{Limits, Progress};
 pub use problem::Problem;
-pub use searcher::Searcher;
+pub use searcher::{Asked, Searcher};
 pub use solution::{Assignment, Solution, StopReason};
 pub use solve::solve;
 pub use validate::ProblemError;

@@ -2,12 +2,13 @@
 //!
 //! What does not depend on costs is done once: the checks, the pairwise model ([`crate::build`]), its arc
 //! consistency, order and compaction. Each search leaves its messages ([`crate::messages`]), from which the next one
-//! starts.
+//! starts. The same for the problem with alike instructions folded ([`crate::fold`]), which is searched in less time.
 
 use crate::build::{Built, build};
 use crate::compact::reordered;
 use crate::consistency::arc_consistency;
 use crate::control::{Limits, Monitor, Tick};
+use crate::fold::Fold;
 use crate::messages::Messages;
 use crate::model::{HALF, Model, Wipeout};
 use crate::problem::Problem;
@@ -26,9 +27,35 @@ pub struct Searcher {
     /// No program costs more.
     total: i64,
     built: Built,
+    whole: Prepared,
+    folded: Option<(Fold, Prepared)>,
+}
+
+/// What the searches of a model have in common.
+#[derive(Clone, Debug)]
+struct Prepared {
     /// The consistent part of the model, ordered, without costs.
     base: Result<Model, Wipeout>,
     messages: Option<Messages>,
+}
+
+impl Prepared {
+    fn new(mut model: Model) -> Self {
+        let all = 0..model.vars.len();
+        let base = arc_consistency(&mut model, all, |_| {}).map(|()| reordered(model));
+        Self { base, messages: None }
+    }
+}
+
+/// What is searched for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Asked<'a> {
+    /// A program to improve on.
+    pub incumbent: Option<&'a Assignment>,
+    /// Per row in the order of instructions, whether it may be used; `None`: all.
+    pub allowed: Option<&'a [bool]>,
+    /// Among the programs whose alike instructions are alike ([`Searcher::fold`]).
+    pub folded: bool,
 }
 
 impl Searcher {
@@ -40,9 +67,20 @@ impl Searcher {
         let checked = validate(&problem)?;
         let built = build(&checked)?;
         let total = checked.total_cost;
-        let mut model = built.model.clone();
-        let base = arc_consistency(&mut model, 0..built.model.vars.len(), |_| {}).map(|()| reordered(model));
-        Ok(Self { problem, total, built, base, messages: None })
+        let whole = Prepared::new(built.model.clone());
+        Ok(Self { problem, total, built, whole, folded: None })
+    }
+
+    /// Prepares searches among the programs in which instructions are alike; `groups`: for each the one that it is
+    /// like, which is like itself.
+    ///
+    /// # Errors
+    /// Instructions that do not have the same rows and moves.
+    pub fn fold(&mut self, groups: &[usize]) -> Result<(), ProblemError> {
+        let fold = Fold::new(&self.problem, &self.built, groups)?;
+        let prepared = Prepared::new(fold.model(&self.built.model));
+        self.folded = Some((fold, prepared));
+        Ok(())
     }
 
     /// The problem at its present costs.
@@ -78,21 +116,19 @@ impl Searcher {
         Ok(())
     }
 
-    /// Finds a program of least cost among those that use allowed rows only (`allowed`: per row in the order of
-    /// instructions; `None`: all). `incumbent` is a program to improve on.
+    /// Finds a program of least cost among those that are asked for. Of folded ones the bound is of these alone.
     ///
     /// # Errors
-    /// A broken incumbent; a wrong number of allowed rows.
+    /// A broken incumbent; a wrong number of allowed rows; folded programs without [`Self::fold`].
     pub fn solve<'a>(
         &mut self,
         limits: Limits,
-        incumbent: Option<&Assignment>,
-        allowed: Option<&[bool]>,
+        asked: Asked<'_>,
         tick: &'a mut Tick<'a>,
     ) -> Result<Solution, ProblemError> {
         let mut monitor = Monitor::new(limits, tick);
-        let forbidden = allowed.map(|allowed| self.forbidden(allowed)).transpose()?;
-        let best = match incumbent {
+        let forbidden = asked.allowed.map(|allowed| self.forbidden(allowed)).transpose()?;
+        let best = match asked.incumbent {
             None => None,
             Some(assignment) => {
                 let cost = verify(&self.problem, assignment)
@@ -106,9 +142,14 @@ impl Searcher {
                 Some((cost, assignment.clone()))
             }
         };
-        let Self { problem, total, built, base, messages } = self;
-        let start = || priced(base, built, problem, forbidden.as_deref());
-        let mut search = Search::new(problem, built, monitor, best, *total);
+        let Self { problem, total, built, whole, folded } = self;
+        let (fold, Prepared { base, messages }) = match folded {
+            _ if !asked.folded => (None, whole),
+            Some((fold, prepared)) => (Some(&*fold), prepared),
+            None => return Err(ProblemError("folded: no instructions are known to be alike".to_owned())),
+        };
+        let start = || priced(base, built, fold, problem, forbidden.as_deref());
+        let mut search = Search::new(problem, built, fold, monitor, best, *total);
         let Ok(mut model) = start() else {
             let conflict = conflict(built, problem, forbidden.as_deref());
             return Ok(search.infeasible(conflict));
@@ -153,33 +194,50 @@ fn is_narrow(model: &Model) -> bool {
     model.living_values() * NARROW <= values
 }
 
+/// The variables that `var` stands for.
+fn members<'a>(fold: Option<&'a Fold>, var: &'a u32) -> &'a [u32] {
+    fold.map_or(std::slice::from_ref(var), |fold| fold.members(*var as usize))
+}
+
 /// The model to search: `base` with the costs of `problem` and without forbidden rows, arc consistent.
 fn priced(
     base: &Result<Model, Wipeout>,
     built: &Built,
+    fold: Option<&Fold>,
     problem: &Problem,
     forbidden: Option<&[Vec<bool>]>,
 ) -> Result<Model, Wipeout> {
     let mut model = base.clone()?;
+    let forbids = |var: u32, label: u32| {
+        let one = |rows, &var: &u32| built.forbids(rows, var as usize, label as usize);
+        forbidden.is_some_and(|rows| members(fold, &var).iter().any(|var| one(rows, var)))
+    };
     for &(origin, label) in &model.fixed {
-        if forbidden.is_some_and(|rows| built.forbids(rows, origin as usize, label as usize)) {
+        if forbids(origin, label) {
             return Err(Wipeout { var: origin as usize, edge: None });
         }
-        let cost = built.costs(problem, origin as usize).nth(label as usize);
-        model.constant += cost.unwrap_or(0);
+        for &member in members(fold, &origin) {
+            model.constant += built.costs(problem, member as usize).nth(label as usize).unwrap_or(0);
+        }
     }
     let mut costs: Vec<i64> = Vec::new();
     let mut changed = Vec::new();
     for (s, var) in model.vars.iter_mut().enumerate() {
-        let origin = var.origin as usize;
         costs.clear();
-        costs.extend(built.costs(problem, origin));
+        for &member in members(fold, &var.origin) {
+            if costs.is_empty() {
+                costs.extend(built.costs(problem, member as usize));
+            } else {
+                let more = built.costs(problem, member as usize);
+                costs.iter_mut().zip(more).for_each(|(cost, more)| *cost += more);
+            }
+        }
         for (theta, &label) in var.theta.iter_mut().zip(&var.labels) {
             if *theta >= HALF {
                 continue;
             }
             *theta = costs[label as usize];
-            if forbidden.is_some_and(|rows| built.forbids(rows, origin, label as usize)) {
+            if forbids(var.origin, label) {
                 *theta = crate::model::DEAD;
                 changed.push(s);
             }

@@ -25,10 +25,11 @@ use crate::control::{Limits, Monitor, Tick};
 use crate::dive::{PATIENCE, dive};
 use crate::dominance::{reduce, reduce_consistent};
 use crate::eliminate::{Trail, eliminate};
+use crate::fold::Fold;
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
 use crate::problem::Problem;
-use crate::searcher::Searcher;
+use crate::searcher::{Asked, Searcher};
 use crate::solution::{Assignment, Solution, StopReason};
 use crate::validate::ProblemError;
 use crate::verify::verify;
@@ -60,7 +61,7 @@ pub fn solve<'a>(
     incumbent: Option<&Assignment>,
     tick: &'a mut Tick<'a>,
 ) -> Result<Solution, ProblemError> {
-    Searcher::new(problem.clone())?.solve(limits, incumbent, None, tick)
+    Searcher::new(problem.clone())?.solve(limits, Asked { incumbent, ..Asked::default() }, tick)
 }
 
 /// The search is over: nothing better than the incumbent exists, or a limit struck.
@@ -85,6 +86,7 @@ impl From<StopReason> for End {
 pub(crate) struct Search<'a, 't> {
     problem: &'a Problem,
     built: &'a Built,
+    fold: Option<&'a Fold>,
     monitor: Monitor<'t>,
     best: Option<(i64, Assignment)>,
     /// No program costs more.
@@ -101,12 +103,13 @@ impl<'a, 't> Search<'a, 't> {
     pub(crate) fn new(
         problem: &'a Problem,
         built: &'a Built,
+        fold: Option<&'a Fold>,
         monitor: Monitor<'t>,
         best: Option<(i64, Assignment)>,
         worst: i64,
     ) -> Self {
         let trail = Trail::new(built.model.vars.len());
-        Self { problem, monitor, best, worst, left: 0, warm: false, built, trail }
+        Self { problem, built, fold, monitor, best, worst, left: 0, warm: false, trail }
     }
 
     /// The result where arc consistency alone shows that there is no program.
@@ -297,6 +300,9 @@ impl<'a, 't> Search<'a, 't> {
         let mut labels = vec![0; self.trail.origins()];
         model.labels(values, &mut labels);
         self.trail.recover(&mut labels);
+        if let Some(fold) = self.fold {
+            fold.expand(&mut labels);
+        }
         let assignment = self.built.decode(self.problem, &labels);
         // A program that fails the check would be a defect of the search; it is never returned.
         let checked = verify(self.problem, &assignment);

@@ -6,7 +6,7 @@
 use std::sync::{Mutex, MutexGuard};
 
 use hetspmd_search::problem::Problem;
-use hetspmd_search::{Assignment, Limits, Progress, Solution};
+use hetspmd_search::{Asked, Assignment, Limits, Progress, Solution};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -26,7 +26,8 @@ fn solve(
     let mut searcher = hetspmd_search::Searcher::new(parse(problem, "problem")?).map_err(malformed)?;
     let incumbent: Option<Assignment> = incumbent.map(|text| parse(text, "incumbent")).transpose()?;
     let limits = limits(time_limit, max_expansions, memory_limit)?;
-    text(&run(py, &mut searcher, limits, incumbent.as_ref(), None, progress.as_ref())?)
+    let asked = Asked { incumbent: incumbent.as_ref(), ..Asked::default() };
+    text(&run(py, &mut searcher, limits, asked, progress.as_ref())?)
 }
 
 /// A problem that is searched again and again at other costs; see `_core.pyi`.
@@ -48,10 +49,17 @@ impl Searcher {
         self.lock()?.set_costs(&rows?, &moves?, &keep?).map_err(malformed)
     }
 
+    /// Prepares searches among the programs in which instructions are alike: for each the one that it is like.
+    fn fold(&self, py: Python<'_>, alike: &[u8]) -> PyResult<()> {
+        let groups: Vec<usize> = integers(alike)?.into_iter().map(|id| usize::try_from(id).unwrap_or(usize::MAX)).collect();
+        let searcher = &mut *self.lock()?;
+        py.detach(|| searcher.fold(&groups)).map_err(malformed)
+    }
+
     /// Finds a program of least cost.
     #[allow(clippy::needless_pass_by_value)] // Python hands over owned objects.
     #[allow(clippy::too_many_arguments)] // Keywords.
-    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, incumbent=None, allowed=None, progress=None))]
+    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, incumbent=None, allowed=None, folded=false, progress=None))]
     fn solve(
         &self,
         py: Python<'_>,
@@ -60,13 +68,15 @@ impl Searcher {
         memory_limit: u64,
         incumbent: Option<&str>,
         allowed: Option<&[u8]>,
+        folded: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let incumbent: Option<Assignment> = incumbent.map(|text| parse(text, "incumbent")).transpose()?;
         let limits = limits(time_limit, max_expansions, memory_limit)?;
         let allowed: Option<Vec<bool>> = allowed.map(|bytes| bytes.iter().map(|&byte| byte != 0).collect());
         let mut searcher = self.lock()?;
-        text(&run(py, &mut searcher, limits, incumbent.as_ref(), allowed.as_deref(), progress.as_ref())?)
+        let asked = Asked { incumbent: incumbent.as_ref(), allowed: allowed.as_deref(), folded };
+        text(&run(py, &mut searcher, limits, asked, progress.as_ref())?)
     }
 
     /// The problem text at the present costs.
@@ -85,8 +95,7 @@ fn run(
     py: Python<'_>,
     searcher: &mut hetspmd_search::Searcher,
     limits: Limits,
-    incumbent: Option<&Assignment>,
-    allowed: Option<&[bool]>,
+    asked: Asked<'_>,
     progress: Option<&Py<PyAny>>,
 ) -> PyResult<Solution> {
     let raised: Mutex<Option<PyErr>> = Mutex::new(None);
@@ -105,7 +114,7 @@ fn run(
             }
             false
         };
-        searcher.solve(limits, incumbent, allowed, &mut tick)
+        searcher.solve(limits, asked, &mut tick)
     });
     if let Ok(Some(error)) = raised.into_inner() {
         return Err(error);
