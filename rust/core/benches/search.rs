@@ -149,7 +149,9 @@ fn nearby(problem: &Problem, mut seed: u64) -> Costs {
 
 fn search(searcher: &mut Searcher, costs: &Costs, before: Option<&Assignment>) -> Solution {
     searcher.set_costs(&costs[0], &costs[1], &costs[2]).expect("as many as there are");
-    searcher.solve(Limits::default(), Asked { incumbent: before, ..Asked::default() }, &mut |_| true).expect("well formed")
+    searcher
+        .solve(Limits::default(), Asked { incumbent: before, ..Asked::default() }, &mut |_| true)
+        .expect("well formed")
 }
 
 fn whole(c: &mut Criterion) {

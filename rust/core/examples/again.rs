@@ -27,7 +27,13 @@ fn main() {
             let keep: Vec<i64> =
                 problem.tensors.iter().flat_map(|t| &t.keep).map(|keep| noise(keep.1)).collect();
             searcher.set_costs(&rows, &moves, &keep).unwrap();
-            let found = searcher.solve(Limits::default(), Asked { incumbent: before.as_ref(), ..Asked::default() }, &mut |_| true).unwrap();
+            let found = searcher
+                .solve(
+                    Limits::default(),
+                    Asked { incumbent: before.as_ref(), ..Asked::default() },
+                    &mut |_| true,
+                )
+                .unwrap();
             println!(
                 "  round {round}: {:?} cost {:?} gap {:.1e}, {} sweeps, {:.3} s",
                 found.stop_reason, found.cost, found.gap, found.sweeps, found.seconds

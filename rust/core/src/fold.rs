@@ -28,7 +28,10 @@ impl Fold {
     pub fn new(problem: &Problem, built: &Built, groups: &[usize]) -> Result<Self, ProblemError> {
         let count = problem.instructions.len();
         if groups.len() != count {
-            return Err(ProblemError(format!("alike: {} given, there are {count} instructions", groups.len())));
+            return Err(ProblemError(format!(
+                "alike: {} given, there are {count} instructions",
+                groups.len()
+            )));
         }
         for (id, &first) in groups.iter().enumerate() {
             if groups.get(first) != Some(&first) {
@@ -85,7 +88,8 @@ impl Fold {
             if ends[0] == ends[1] {
                 let classes = edge.class[0].iter().zip(&edge.class[1]);
                 let impossible = |(&a, &b): (&u16, &u16)| edge.cost(0, a.into(), b.into()) >= HALF;
-                let lost: Vec<usize> = classes.map(impossible).enumerate().filter(|x| x.1).map(|x| x.0).collect();
+                let lost: Vec<usize> =
+                    classes.map(impossible).enumerate().filter(|x| x.1).map(|x| x.0).collect();
                 lost.iter().for_each(|&x| folded.kill(ends[0] as usize, x));
             } else if seen.insert((ends, &edge.class, &edge.w[0])) {
                 folded.edges.push(Edge { ends, ..edge.clone() });

@@ -51,7 +51,8 @@ impl Searcher {
 
     /// Prepares searches among the programs in which instructions are alike: for each the one that it is like.
     fn fold(&self, py: Python<'_>, alike: &[u8]) -> PyResult<()> {
-        let groups: Vec<usize> = integers(alike)?.into_iter().map(|id| usize::try_from(id).unwrap_or(usize::MAX)).collect();
+        let groups: Vec<usize> =
+            integers(alike)?.into_iter().map(|id| usize::try_from(id).unwrap_or(usize::MAX)).collect();
         let searcher = &mut *self.lock()?;
         py.detach(|| searcher.fold(&groups)).map_err(malformed)
     }
