@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-CASE, ONLY = 1.1, 6.0
+CASE, ONLY = 0.8, 4.0
 """Seconds from which a case of several is slow, and the only or quickest one of its function."""
 LISTED = Path(__file__).parents[1] / "tests" / "slow.txt"
 

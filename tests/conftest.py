@@ -1,8 +1,8 @@
 """Settings of all tests: one thread per process, fixed seeds, GPU tests only where there is a GPU.
 
 Beside those that are marked in their files, the tests of ``slow.txt`` are slow (``scripts/slow_tests.py``): cases
-that take more than 1.1 s and are not the quickest of their function, and functions whose quickest case takes more
-than 6 s, of which the quick run has no case.
+that take more than 0.8 s and are not the quickest of their function, and functions whose quickest case takes more
+than 4 s, of which the quick run has no case.
 
 Of the slow cases of a function in ``thinned.txt`` a run takes every second, third, ...; ``--all-cases`` takes all.
 """

@@ -49,10 +49,11 @@ class Watched(Synthesis):
         start: SearchResult | None = None,
         within: Space | None = None,
         overlap: float = 1.0,
+        certain: bool = False,
     ) -> SearchResult:
         if overlap < 1.0 and costs.world == self.cluster.world:
             self.weighted.append((lengths, overlap))
-        return super().search(costs, lengths, start=start, within=within, overlap=overlap)
+        return super().search(costs, lengths, start=start, within=within, overlap=overlap, certain=certain)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.least_memory import LeastMemory
@@ -172,11 +172,15 @@ class Synthesis:
         the result is to be ``certain``. Raises InfeasibleError if there is none, SearchError if a limit struck
         before the first was found.
         """
-        with self.clock("synth"):
-            search = partial(
-                self.searcher.search, costs, lengths, self.limits, within=within, start=start, overlap=overlap
+
+        def found(*, folded: bool = False) -> SearchResult:
+            return self.searcher.search(
+                costs, lengths, self.limits, within=within, start=start, overlap=overlap, folded=folded
             )
+
+        with self.clock("synth"):
             if not certain and within is None and self.quick and self.searcher.folds:
                 with suppress(InfeasibleError):
-                    return replace(search(folded=True), lower_bound=0.0, gap=1.0, stop_reason="folded")
-            return search()
+                    result = found(folded=True)
+                    return replace(result, lower_bound=0.0, gap=1.0, stop_reason="folded")
+            return found()
