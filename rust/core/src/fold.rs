@@ -11,6 +11,9 @@ use crate::model::{Edge, HALF, Model};
 use crate::problem::{Instruction, Problem};
 use crate::validate::ProblemError;
 
+/// An edge between two variables of a folded model: their numbers, the classes of their values, its table.
+type Table<'a> = ([u32; 2], &'a [Vec<u16>; 2], &'a [i64]);
+
 /// Which variables of a model as built are one.
 #[derive(Clone, Debug)]
 pub struct Fold {
@@ -82,7 +85,7 @@ impl Fold {
             }
             folded.vars.push(var);
         }
-        let mut seen: FxHashSet<([u32; 2], &[Vec<u16>; 2], &[i64])> = FxHashSet::default();
+        let mut seen: FxHashSet<Table<'_>> = FxHashSet::default();
         for edge in &model.edges {
             let ends = edge.ends.map(|end| position[self.of[end as usize] as usize]);
             if ends[0] == ends[1] {
@@ -90,7 +93,9 @@ impl Fold {
                 let impossible = |(&a, &b): (&u16, &u16)| edge.cost(0, a.into(), b.into()) >= HALF;
                 let lost: Vec<usize> =
                     classes.map(impossible).enumerate().filter(|x| x.1).map(|x| x.0).collect();
-                lost.iter().for_each(|&x| folded.kill(ends[0] as usize, x));
+                for x in lost {
+                    folded.kill(ends[0] as usize, x);
+                }
             } else if seen.insert((ends, &edge.class, &edge.w[0])) {
                 folded.edges.push(Edge { ends, ..edge.clone() });
             }
