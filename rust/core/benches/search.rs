@@ -24,7 +24,7 @@ use hetspmd_search::messages::Messages;
 use hetspmd_search::model::Model;
 use hetspmd_search::trws::Sweeper;
 use hetspmd_search::validate::validate;
-use hetspmd_search::{Assignment, Problem, Searcher, Solution, astar, beam, solve};
+use hetspmd_search::{Asked, Assignment, Problem, Searcher, Solution, astar, beam, solve};
 use transformer::{Config, transformer};
 
 const NO_LIMIT: i64 = 1 << 56;

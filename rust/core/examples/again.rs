@@ -1,7 +1,7 @@
 //! Solves a problem file several times at slightly other costs and prints seconds of each search.
 #![allow(missing_docs, clippy::print_stdout)]
 
-use hetspmd_search::{Assignment, Limits, Problem, Searcher};
+use hetspmd_search::{Asked, Assignment, Limits, Problem, Searcher};
 
 fn main() {
     for path in std::env::args().skip(1) {

@@ -14,7 +14,7 @@ use hetspmd_search::problem::{Instruction, Row, Tensor};
 use hetspmd_search::trws::sweep;
 use hetspmd_search::validate::validate;
 use hetspmd_search::verify::verify;
-use hetspmd_search::{Assignment, Limits, Problem, StopReason};
+use hetspmd_search::{Asked, Assignment, Limits, Problem, StopReason};
 use proptest::prelude::*;
 use support::random::problems;
 use support::{solve, solve_with};
