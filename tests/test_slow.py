@@ -78,12 +78,12 @@ def test_what_becomes_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from slow_tests import slow
 
     seconds = {
-        "a[quick]": 1.4,
-        "a[slow]": 1.6,
-        "b[least]": 5.9,
-        "b[more]": 6.1,
-        "c": 5.9,
-        "d": 6.1,
+        "a[quick]": 0.9,
+        "a[slow]": 0.95,
+        "b[least]": 3.9,
+        "b[more]": 4.1,
+        "c": 3.9,
+        "d": 4.1,
         "e[x]": 7,
         "e[y]": 8,
     }
