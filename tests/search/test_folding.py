@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import hetspmd
 from hetspmd import _core
 from hetspmd.cost.model import CostModel
+from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.search.constraints import Constraints
@@ -165,6 +167,32 @@ def test_plans_of_deep_models_fit_are_right_and_as_fast(
     assert plan.cost.step_seconds <= 1.03 * apart.cost.step_seconds
     # What no program can beat is below what either search has found.
     assert plan.search.lower_bound <= 1.000001 * apart.search.cost or plan.lengths != apart.lengths
+
+
+@pytest.mark.parametrize(("error", "count"), [(SearchError, 1), (InfeasibleError, "auto")])
+def test_where_nothing_is_found_among_alike_layers_all_programs_are_searched(
+    error: type[Exception], count: int | Literal["auto"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = deep()
+    cluster = devices(0.4, 0.2, 0.2, 0.2, flops=2e7)
+    free = hetspmd.compile(model, example, cluster)
+    limited = with_memory(cluster, [0.75 * n for n in free.cost.memory_bytes])
+    search = Searcher.search
+    failed: list[bool] = []
+
+    def failing(self: Searcher, *args: object, folded: bool = False, **more: object) -> object:
+        if folded and (error is SearchError or "prices" not in more):
+            failed.append(True)
+            raise error("no alike layers")
+        return search(self, *args, folded=folded, **more)
+
+    monkeypatch.setattr(Searcher, "search", failing)
+    plan = hetspmd.compile(model, example, limited, micro_batches=count)
+    assert failed
+    assert all(n <= d.memory for n, d in zip(plan.cost.memory_bytes, plan.cluster.devices, strict=True))
+    monkeypatch.setattr(Searcher, "folds", False)
+    apart = hetspmd.compile(model, example, limited, micro_batches=count)
+    assert plan.cost.step_seconds <= 1.03 * apart.cost.step_seconds
 
 
 def test_the_same_plan_each_time() -> None:

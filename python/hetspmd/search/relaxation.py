@@ -19,11 +19,9 @@ import numpy as np
 from hetspmd.cost.memory import memory_profile
 from hetspmd.cost.model import Array, CostModel
 from hetspmd.cost.step import StepModel
-from hetspmd.errors import InfeasibleError
 from hetspmd.program.lengths import Lengths
 from hetspmd.search.memory_lines import Line
 from hetspmd.search.memory_prices import MemoryPrices, Place
-from hetspmd.search.pricing import Prices
 from hetspmd.search.search import Limits, Searcher, SearchResult
 from hetspmd.search.space import Space
 
@@ -103,14 +101,15 @@ class Relaxation:
 
     def search(self, at: dict[Place, float], tilt: float = 0.0, estimated: bool = False) -> bool:
         """Search at prices; whether the program fits."""
-        prices = self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated)
-        try:
-            result = self._searched(at, prices)
-        except InfeasibleError:
-            if not self.folded:
-                raise
-            self.unfold()
-            result = self._searched(at, prices)
+        result = self.searcher.search(
+            self.model,
+            self.lengths,
+            replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS)),
+            within=self.within,
+            start=self._cheapest(at),
+            prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
+            folded=self.folded,
+        )
         self.tried = at, tilt, estimated
         if tilt == 0.0:
             paid = float(sum(price * self.capacity[j] for (_, j), price in at.items()))
@@ -123,18 +122,6 @@ class Relaxation:
         if self.best is not before:
             self.won = self.tried
         return fits
-
-    def _searched(self, at: dict[Place, float], prices: Prices) -> SearchResult:
-        limits = replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS))
-        return self.searcher.search(
-            self.model,
-            self.lengths,
-            limits,
-            within=self.within,
-            start=self._cheapest(at),
-            prices=prices,
-            folded=self.folded,
-        )
 
     def raise_bound(self, value: float) -> None:
         """No program that is searched among fits for less."""

@@ -151,8 +151,7 @@ impl Searcher {
         let start = || priced(base, built, fold, problem, forbidden.as_deref());
         let mut search = Search::new(problem, built, fold, monitor, best, *total);
         let Ok(mut model) = start() else {
-            let conflict = conflict(built, problem, forbidden.as_deref());
-            return Ok(search.infeasible(conflict));
+            return Ok(search.infeasible(|| conflict(built, problem, forbidden.as_deref())));
         };
         if forbidden.is_some() && is_narrow(&model) {
             return Ok(search.run_narrow(model));

@@ -112,9 +112,13 @@ impl<'a, 't> Search<'a, 't> {
         Self { problem, built, fold, monitor, best, worst, left: 0, warm: false, trail }
     }
 
-    /// The result where arc consistency alone shows that there is no program.
-    pub(crate) fn infeasible(&self, conflict: String) -> Solution {
-        self.finish(StopReason::Infeasible, Some(conflict))
+    /// The result where arc consistency alone shows that there is no program but the incumbent, which need not be
+    /// folded.
+    pub(crate) fn infeasible(&self, conflict: impl FnOnce() -> String) -> Solution {
+        match self.best {
+            Some(_) => self.finish(StopReason::Optimal, None),
+            None => self.finish(StopReason::Infeasible, Some(conflict())),
+        }
     }
 
     /// Searches `model`: consistent, ordered and compacted, with costs; `fresh` makes the same without messages.

@@ -17,7 +17,7 @@ use hetspmd_search::verify::verify;
 use hetspmd_search::{Asked, Assignment, Limits, Problem, StopReason};
 use proptest::prelude::*;
 use support::random::problems;
-use support::{solve, solve_with};
+use support::{set_costs, solve, solve_with};
 
 use hetspmd_search::Searcher;
 
@@ -171,16 +171,12 @@ proptest! {
         let mut before: Option<Assignment> = None;
         for (costs, mask, large) in rounds {
             // Other scales of costs too.
-            let mut next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
-            let mut take = |count: usize| next.by_ref().take(count).collect::<Vec<i64>>();
-            let rows = take(present.instructions.iter().map(|i| i.rows.len()).sum());
-            let moves = take(present.tensors.iter().map(|t| t.moves.len()).sum());
-            let keep = take(present.tensors.iter().map(|t| t.keep.len()).sum());
-            searcher.set_costs(&rows, &moves, &keep).unwrap();
+            let next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
+            let rows = set_costs(&mut searcher, next);
             present = searcher.problem().clone();
             // A half of the rows, or an eighth.
             let few = if mask % 4 == 0 { mask & mask.rotate_left(7) & mask.rotate_left(23) } else { mask };
-            let allowed: Vec<bool> = (0..rows.len()).map(|row| few >> (row % 64) & 1 == 1).collect();
+            let allowed: Vec<bool> = (0..rows).map(|row| few >> (row % 64) & 1 == 1).collect();
             let allowed = Some(&allowed[..]).filter(|_| mask % 2 == 0);
             let expected = brute_force(&forbid(&present, allowed));
             let mut tick = |_: &_| true;

@@ -7,6 +7,7 @@ use hetspmd_search::verify::verify;
 use hetspmd_search::{Asked, Assignment, Limits, Searcher, StopReason};
 use proptest::prelude::*;
 use support::random::problems;
+use support::set_costs;
 
 /// `copies` of a problem, one after the other: the first input of an instruction is that of the copy before.
 fn repeated(one: &Problem, copies: usize) -> Problem {
@@ -82,14 +83,10 @@ fn compare(one: &Problem, like: &[usize], rounds: &[(Vec<i64>, u64)]) -> Result<
     let mut searcher = Searcher::new(present.clone()).unwrap();
     searcher.fold(&groups(one, like)).unwrap();
     for (costs, mask) in rounds {
-        let mut next = costs.iter().cycle().copied();
-        let mut take = |count: usize| next.by_ref().take(count).collect::<Vec<i64>>();
-        let rows = take(present.instructions.iter().map(|i| i.rows.len()).sum());
-        let moves = take(present.tensors.iter().map(|t| t.moves.len()).sum());
-        let keep = take(present.tensors.iter().map(|t| t.keep.len()).sum());
-        searcher.set_costs(&rows, &moves, &keep).unwrap();
+        let next = costs.iter().cycle().copied();
+        let rows = set_costs(&mut searcher, next);
         present = searcher.problem().clone();
-        let allowed: Vec<bool> = (0..rows.len()).map(|row| mask >> (row % 64) & 3 != 0).collect();
+        let allowed: Vec<bool> = (0..rows).map(|row| mask >> (row % 64) & 3 != 0).collect();
         let allowed = Some(&allowed[..]).filter(|_| mask % 2 == 0);
         let expected = brute_force(&present, one, like, allowed);
         let asked = Asked { allowed, folded: true, ..Asked::default() };
@@ -110,11 +107,17 @@ fn compare(one: &Problem, like: &[usize], rounds: &[(Vec<i64>, u64)]) -> Result<
                 }
             }
         }
-        // The whole problem is searched as before.
+        // The whole problem is searched as before, and what it finds may be what the next search improves on.
         let whole =
             searcher.solve(Limits::default(), Asked { allowed, ..Asked::default() }, &mut |_| true).unwrap();
         if let Some(cost) = expected {
             prop_assert!(whole.cost.is_some_and(|least| least <= cost));
+        }
+        if whole.cost.is_some() {
+            let program = Assignment { rows: whole.rows, moves: whole.moves };
+            let asked = Asked { incumbent: Some(&program), allowed, folded: true };
+            let better = searcher.solve(Limits::default(), asked, &mut |_| true).unwrap();
+            prop_assert_eq!((better.stop_reason, better.cost), (StopReason::Optimal, whole.cost));
         }
     }
     Ok(())
