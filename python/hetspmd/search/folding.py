@@ -23,15 +23,18 @@ RUNS: Final = 8
 """Alike layers are folded into so many runs of neighbours: what a program does in some layers and not in others, it
 does in whole runs."""
 
+LAYERS_OF_A_RUN: Final = 2
+"""Layers that each run must have: of fewer a search takes no less time."""
+
 _Signature = tuple[object, ...]
 
 
 def alike_instructions(space: Space, runs: int = RUNS) -> npt.NDArray[np.int64] | None:
-    """For each instruction the one that stands for it; None where there are no more alike layers than ``runs``."""
+    """For each instruction the one that stands for it; None where there are too few alike layers to fold."""
     own = np.arange(len(space.rows))
     found = False
     for layers in _alike_layers(space):
-        if len(layers) <= runs:
+        if len(layers) < LAYERS_OF_A_RUN * runs:
             continue
         found = True
         ends = [k * len(layers) // runs for k in range(runs + 1)]

@@ -176,7 +176,7 @@ class _Lagrangian(Relaxation):
         if not over:
             self.run()
         if self.folded and not quick:
-            self._unfolded(over)
+            self._unfolded(over or earlier.fitting is not None)
         if self.best is None:
             earlier.exceeded = tuple(sorted({i for i, _ in self.tried[0]})), end
             return
@@ -187,16 +187,17 @@ class _Lagrangian(Relaxation):
             earlier.found_on = known.ranks
 
     def _unfolded(self, over: bool) -> None:
-        """Search among all programs: for a bound and, at the prices of the best program so far, for one whose alike
-        layers differ; as before where none has been found. ``over``: none is to be searched then."""
+        """Search among all programs: for a bound and, where that is far, at the prices of the best program so far
+        for one whose alike layers differ. Where none has been found, search as before, unless all lacked much or it
+        is ``over``."""
         self.unfold()
         if self.best is None:
-            if not over:
+            if not over and not self.lacks_much():
                 self.run()
             return
         try:
             self.search(self.top)
-            if self.won is not None and not self.close():
+            if self.won is not None and not self.close(WIDE):
                 self.search(*self.won)
         except SearchError:
             pass
