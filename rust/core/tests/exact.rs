@@ -166,14 +166,13 @@ proptest! {
         problem in problems(4),
         rounds in prop::collection::vec((prop::collection::vec(0..30i64, 40), any::<u64>(), any::<bool>()), 1..5),
     ) {
-        let mut searcher = Searcher::new(problem.clone()).unwrap();
-        let mut present = problem;
+        let mut searcher = Searcher::new(problem).unwrap();
         let mut before: Option<Assignment> = None;
         for (costs, mask, large) in rounds {
             // Other scales of costs too.
             let next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
             let rows = set_costs(&mut searcher, next);
-            present = searcher.problem().clone();
+            let present = searcher.problem().clone();
             // A half of the rows, or an eighth.
             let few = if mask % 4 == 0 { mask & mask.rotate_left(7) & mask.rotate_left(23) } else { mask };
             let allowed: Vec<bool> = (0..rows).map(|row| few >> (row % 64) & 1 == 1).collect();

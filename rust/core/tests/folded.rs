@@ -79,13 +79,12 @@ fn brute_force(all: &Problem, one: &Problem, like: &[usize], allowed: Option<&[b
 
 /// Compares searches at several costs, each on its own and after the others.
 fn compare(one: &Problem, like: &[usize], rounds: &[(Vec<i64>, u64)]) -> Result<(), TestCaseError> {
-    let mut present = repeated(one, like.len());
-    let mut searcher = Searcher::new(present.clone()).unwrap();
+    let mut searcher = Searcher::new(repeated(one, like.len())).unwrap();
     searcher.fold(&groups(one, like)).unwrap();
     for (costs, mask) in rounds {
         let next = costs.iter().cycle().copied();
         let rows = set_costs(&mut searcher, next);
-        present = searcher.problem().clone();
+        let present = searcher.problem().clone();
         let allowed: Vec<bool> = (0..rows).map(|row| mask >> (row % 64) & 3 != 0).collect();
         let allowed = Some(&allowed[..]).filter(|_| mask % 2 == 0);
         let expected = brute_force(&present, one, like, allowed);
