@@ -98,6 +98,11 @@ class Randomness:
         """The generators that instructions draw from, but in reference mode."""
         return self._shared, self._own
 
+    @property
+    def own(self) -> torch.Generator:
+        """The generator that only this rank draws from alike."""
+        return self._own
+
     def generator(self, draw: Draw) -> torch.Generator:
         """The generator that an instruction draws from."""
         if self.reference:
@@ -159,6 +164,11 @@ def random_op(
     for region in draw.regions if whole else ():
         noise = noise.narrow(*region)
     return noise_of.finish(noise, *args, **kwargs)
+
+
+def drawn_inside(randomness: Randomness, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Run what draws this rank's own numbers from the default generator of the device."""
+    return _with_default_state(randomness.own, randomness.device, lambda: kernel(*args))
 
 
 def _mix(*values: int) -> int:

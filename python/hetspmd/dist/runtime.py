@@ -12,7 +12,7 @@ from hetspmd.dist import collectives
 from hetspmd.dist.coalesced import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
-from hetspmd.dist.random import Draw, Randomness, Region, random_op
+from hetspmd.dist.random import Draw, Randomness, Region, drawn_inside, random_op
 from hetspmd.dist.slices import movable
 
 
@@ -78,6 +78,10 @@ class Runtime:
         cut = [(dim, start, extent) for dim, start, extent in regions]
         draw = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
         return random_op(self.randomness, draw, op, args, kwargs)
+
+    def attend(self, kernel: Any, op: Any, args: tuple[Any, ...]) -> Any:
+        """An attention with dropout (:func:`hetspmd.lower.calls.attend`)."""
+        return op(*args) if self.randomness.reference else drawn_inside(self.randomness, kernel, args)
 
     def expected_tangent(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

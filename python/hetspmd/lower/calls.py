@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hetspmd.lower.attention import kernel_of
+
 
 def start(runtime: Any, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> Any:
     """Start a collective of this kind; ``args`` are the dims and extents that it needs."""
@@ -81,3 +83,9 @@ def draw(
     across machines, the accelerator's slice of that, as far as there are any. ``alike``: others have the same
     slice."""
     return runtime.draw(instruction, shape, regions, alike, op, args, kwargs)
+
+
+def attend(runtime: Any, op: Any, args: tuple[Any, ...]) -> Any:
+    """An attention with dropout, or its gradient, by the fused kernel of this rank; by ``op``, whose mask does not
+    depend on who computes it, where ranks are compared with a single device."""
+    return runtime.attend(kernel_of(str(op), args[0].device), op, args)

@@ -22,6 +22,7 @@ from torch import fx
 
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls
+from hetspmd.lower.attention import kernel_of
 from hetspmd.lower.transfers import One, arguments, leg
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
@@ -65,6 +66,8 @@ class GraphWriter:
         self.produced: dict[Key, fx.Node | Lazy] = {}
         self.constants: dict[int, Callable[[Key], fx.Node]] = {}
         self._pending: dict[Key, None] = {}
+        self.fused: frozenset[int] = frozenset()
+        """Attentions with dropout that may be given to fused kernels, by instruction."""
 
     def start(self) -> None:
         """All inputs are there."""
@@ -240,6 +243,8 @@ class GraphWriter:
                 local_kwargs,
             )
             node = self.call(name, calls.draw, call_args)
+        elif instruction.id in self.fused and kernel_of(str(target), self.device) is not None:
+            node = self.call(name, calls.attend, (self.runtime, function, local_args))
         else:
             node = self.call(name, function, local_args, local_kwargs)
         node.meta["instruction"] = instruction.id

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from hetspmd.lower.attention import fused_attentions
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.local_program import Groups, LocalGraphs, LocalInterface, LocalTensor, numbered
 from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
@@ -40,6 +42,11 @@ class ActiveEmitter:
         self.ranks = tuple(ranks or range(layout.world))
         self.constants: dict[str, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def fused(self) -> frozenset[int]:
+        """Attentions with dropout that may be given to fused kernels, by instruction."""
+        return fused_attentions(self.layout, self.at, (*self.steps.forward, *self.steps.backward))
 
     def emit(self) -> LocalGraphs:
         """The graphs; constants are computed. Raises PlanError if the program reads what it has not produced, or if
@@ -118,6 +125,7 @@ class ActiveEmitter:
 
     def _writer(self) -> GraphWriter:
         writer = GraphWriter(self.layout, self.at, self.device)
+        writer.fused = self.fused
         for constant in self.graph.constants:
             writer.constants[constant.tensor] = lambda key: self._attribute(writer, key)
         return writer

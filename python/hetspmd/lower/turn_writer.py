@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import fx
 
+from hetspmd.lower.attention import fused_attentions
 from hetspmd.lower.emit import GraphWriter, identifier, take_saved
 from hetspmd.lower.local_program import Groups
 from hetspmd.placement import REPLICATE, is_sharded
@@ -175,6 +176,7 @@ class TurnsWriter:
         self.summed = [key for key in steps.leaving if not is_sharded(key[1])]
         self.constants: dict[str, torch.Tensor] = {}
         self._calls: dict[int, list[tuple[int, Any, Any]]] = {}
+        self._all_steps = (*steps.before, *steps.turn, *steps.after)
         self._resolves: dict[int, list[Resolve]] = {}
         """What is given for themselves to the turns that share the graph of this one."""
 
@@ -276,7 +278,9 @@ class TurnsWriter:
         )
 
     def _writer(self, turn: int, beside: _TurnWriter | None = None, *, shared: bool = False) -> _TurnWriter:
-        writer = _TurnWriter(self.layout, RankPlace(turn, self.rank), self.device, beside, shared=shared)
+        at = RankPlace(turn, self.rank)
+        writer = _TurnWriter(self.layout, at, self.device, beside, shared=shared)
+        writer.fused = fused_attentions(self.layout, at, self._all_steps)
         for constant in self.graph.constants:
             writer.constants[constant.tensor] = lambda key: self._constant(writer, key)
         return writer

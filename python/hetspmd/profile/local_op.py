@@ -127,6 +127,7 @@ def local_op(theory: Theory, orders: Sequence[Order], row: int, held: int, devic
     units = tuple((held, u - held) if n == axis else (u, rest) for n, (u, rest) in enumerate(whole))
     layout, at = LevelLayout(theory, Lengths(2, units)), RankPlace(0)
     writer = GraphWriter(layout, at, device)
+    writer.fused = frozenset({instruction.id})
     keys: dict[tuple[int, Placement], None] = dict.fromkeys(zip(instruction.inputs, triple.pre, strict=True))
     for n, key in enumerate(keys):
         writer.produced[key] = writer.graph.placeholder(f"x{n}")

@@ -22,7 +22,10 @@ DENSE: Final = frozenset(
 it were contiguous, refuses it if it is not, or the op is told strides. A slice of a whole tensor is not
 contiguous."""
 
-DENSE_ROWS: Final = ("aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_")
+DENSE_ROWS: Final = (
+    "aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_",
+    "hetspmd_ops.dropout_attention",
+)  # fmt: skip
 """Beginnings of ops that read the last dim as if its stride were 1."""
 
 

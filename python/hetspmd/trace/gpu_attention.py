@@ -7,7 +7,6 @@ supports; what it refuses (float64, head sizes that are no multiple of 8) is com
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -15,15 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hetspmd.trace.dropout_attention import attention_weights, scale_of
+
 aten = torch.ops.aten
 
 _HEAD_MULTIPLE: Final = 8
 """What a head's size must be a multiple of for the fused kernel, in all dtypes; its mask's rows too."""
-_STATISTICS_MULTIPLE: Final = 32
+STATISTICS_MULTIPLE: Final = 32
 """The kernel's log-sum-exps of a head are padded to a multiple of this many positions."""
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the memory-efficient kernel takes these."""
     sizes = (query.shape[3], value.shape[3])
     return (
         query.dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -33,17 +35,13 @@ def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+def dense_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The mask for every sample and head, in rows that begin where the kernel wants them."""
     if mask is None:
         return None
     length = key.shape[2]
     whole = mask.to(query.dtype).expand(*query.shape[:3], length)
     return F.pad(whole, (0, -length % (2 * _HEAD_MULTIPLE)))[..., :length]
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
 
 
 def attention(
@@ -58,9 +56,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """``(output [B, H, L, E], log-sum-exp [B, H, L])`` of the CPU's kernel of the same arguments."""
     assert dropout_p == 0.0
-    if not _fused(query, key, value):
+    if not is_fused(query, key, value):
         return _in_parts(query, key, value, is_causal, attn_mask, scale)
-    bias = _bias(attn_mask, query, key)
+    bias = dense_bias(attn_mask, query, key)
     output, statistics, *_ = aten._scaled_dot_product_efficient_attention.default(
         query, key, value, bias, True, 0.0, is_causal, scale=scale
     )
@@ -81,11 +79,11 @@ def attention_backward(
     """The gradients of query, key and value. ``options``: ``attn_mask`` and ``scale``."""
     attn_mask, scale = options.get("attn_mask"), options.get("scale")
     assert dropout_p == 0.0
-    if not _fused(query, key, value):
+    if not is_fused(query, key, value):
         return _in_parts_backward(grad_out, query, key, value, out, is_causal, attn_mask, scale)
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which there is none of
-    statistics = F.pad(logsumexp, (0, -query.shape[2] % _STATISTICS_MULTIPLE))
-    bias = _bias(attn_mask, query, key)
+    statistics = F.pad(logsumexp, (0, -query.shape[2] % STATISTICS_MULTIPLE))
+    bias = dense_bias(attn_mask, query, key)
     wanted = [True, True, True, False]
     gradients = aten._scaled_dot_product_efficient_attention_backward.default(
         grad_out, query, key, value, bias, out, statistics, seed, seed, 0.0, wanted, is_causal, scale=scale
@@ -93,26 +91,10 @@ def attention_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def _weights(
-    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """The attention weights [B, H, L, S] and their log-sum-exps [B, H, L]; rows where all is masked are zeros."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = query.to(wide) @ key.to(wide).transpose(2, 3) * _scale(query, scale)
-    if mask is not None:
-        scores = scores + mask.to(wide)
-    if causal:
-        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    statistics = scores.logsumexp(3)
-    weights = torch.exp(scores - statistics[..., None])
-    return weights.masked_fill(torch.isneginf(statistics)[..., None], 0.0), statistics
-
-
 def _in_parts(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    weights, statistics = _weights(query, key, causal, mask, scale)
+    weights, statistics = attention_weights(query, key, causal, mask, scale)
     return (weights @ value.to(weights.dtype)).to(query.dtype), statistics
 
 
@@ -126,11 +108,11 @@ def _in_parts_backward(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights, _ = _weights(query, key, causal, mask, scale)
+    weights, _ = attention_weights(query, key, causal, mask, scale)
     wide = weights.dtype
     grad, whole = grad_out.to(wide), out.to(wide)
     of_weights = grad @ value.to(wide).transpose(2, 3)
-    of_scores = weights * (of_weights - (grad * whole).sum(3, keepdim=True)) * _scale(query, scale)
+    of_scores = weights * (of_weights - (grad * whole).sum(3, keepdim=True)) * scale_of(query, scale)
     return (
         (of_scores @ key.to(wide)).to(query.dtype),
         (of_scores.transpose(2, 3) @ query.to(wide)).to(key.dtype),

@@ -25,6 +25,7 @@ from hetspmd.errors import (
 from hetspmd.trace.admissible import argument_names, check_leaf, check_model, spoken
 from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
+from hetspmd.trace.attention_rewrite import with_divisible_dropout
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.blocks import region_name
 from hetspmd.trace.collector import collector_paused
@@ -148,6 +149,7 @@ def _traced(
         with collector_paused(), faked(), grad_mode, layer_by_layer(model), counted(model), watch.tracing():
             module, inputs, outputs = export_joint(step, fakes, table())
             inputs, outputs = merge_tied(module, inputs, outputs, first_names)
+            with_divisible_dropout(module)
             draft = import_graph(module)
             outputs, watch.feeding = check_kept(draft, inputs, outputs, step.cached_outputs)
             watch.check_results()

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from hetspmd.errors import TraceError
+from hetspmd.trace import dropout_attention as _dropout_attention  # noqa: F401  # registers its ops
 from hetspmd.trace.graph import DEVICE, REBALANCE, Argument, DType, Instruction, Marker, Ref
 
 _LAYOUTS = {"strided": torch.strided, "sparse_coo": torch.sparse_coo}

@@ -5,7 +5,8 @@ factor is r query heads and their one key head; with a single key head (H' = 1) 
 the key's gradient is a sum. Query positions are parallel where attention is not causal and the kernel's
 log-sum-exp is not padded; the key's and value's gradients are then sums. A kernel's seed outputs do not
 matter without dropout. With dropout inside the kernel, forward and backward must draw alike on every device,
-so such a call is never sharded.
+so such a call is never sharded: the trace puts an op with a seed for each sample and head in its place
+(:mod:`hetspmd.trace.dropout_attention`), of which these are parallel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Shape:
     key: Term
     score: tuple[Dim, ...]
     statistics: tuple[Dim, ...]
+    heads: tuple[Dim, ...]
     flops: float
 
 
@@ -46,6 +48,7 @@ def _shape(query: TensorType, key: TensorType, value: TensorType, *, positions: 
         key=("b", "h", None, None),
         score=("b", head, place, None),
         statistics=("b", head, place),
+        heads=("b", head),
         flops=2.0 * batch * heads * length * key.shape[2] * (width + value.shape[3]),
     )
 
@@ -214,3 +217,50 @@ def _composite(call: Call) -> OpRule:
     if len(call.inputs) > (3 if mask is None else 4):
         return OpRule(random=dropout)
     return _forward(call, mask=mask, causal=causal, dropout=dropout, positions=True)
+
+
+@rule("hetspmd_ops.dropout_attention.default")
+def _divisible(call: Call) -> OpRule:
+    """Outputs are the output, the log-sum-exp and what the gradient needs [B, H, 2]."""
+    shape = _shape(*call.inputs[:3], positions=False)
+    if shape is None:
+        return OpRule()
+    mask, seeds = call.tensor(3, "attn_bias"), call.tensor(4, "seeds")
+    inputs: list[Term] = [shape.query, shape.key, shape.key, *[None] * (len(call.inputs) - 3)]
+    if mask is not None:
+        inputs[mask] = broadcast_term(shape.score, call.inputs[mask])
+    if seeds is not None:
+        inputs[seeds] = shape.heads
+    outputs: list[Term] = [shape.query, shape.statistics, (*shape.heads, None)]
+    return OpRule(
+        term_factors(call, inputs, outputs),
+        rewrite=_seeded,
+        flops=shape.flops,
+        omitted={"{*, shard(3)*} {*}": _VALUE_DIM, "{replicated, *partial*} {*": _VALUES},
+    )
+
+
+@rule("hetspmd_ops.dropout_attention_backward.default")
+def _divisible_backward(call: Call) -> OpRule:
+    shape = _shape(*call.inputs[1:4], positions=False)
+    if shape is None:
+        return OpRule()
+    inputs: list[Term] = [shape.query, shape.query, shape.key, shape.key, *[None] * (len(call.inputs) - 4)]
+    for place, name, term in (
+        (5, "out", shape.query),
+        (6, "logsumexp", shape.statistics),
+        (7, "state", (*shape.heads, None)),
+    ):
+        index = call.tensor(place, name)
+        assert index is not None, "all are tensors"
+        inputs[index] = term
+    mask = call.tensor(4, "attn_bias")
+    if mask is not None:
+        inputs[mask] = broadcast_term(shape.score, call.inputs[mask])
+    return OpRule(
+        term_factors(call, inputs, [shape.query, shape.key, shape.key]),
+        linear=linear_sets(call, [[0]]),
+        rewrite=_seeded,
+        flops=2.5 * shape.flops,
+        omitted={"{replicated, *partial*} {*": _VALUES},
+    )

@@ -57,11 +57,36 @@ def _composite() -> list[Sample]:
     ]
 
 
+def _seeds() -> torch.Tensor:
+    return real(4, 6, seed=7).abs().double()
+
+
+def _dropout() -> list[Sample]:
+    return [
+        ((*_qkv(), None, _seeds(), 0.3, False, None), {}),
+        ((*_square(), None, _seeds(), 0.3, True, 0.4), {}),
+        *[((*_qkv(), mask, _seeds(), 0.3, False, None), {}) for mask in _masks()],
+        ((*_qkv(groups=3), None, _seeds(), 0.3, False, None), {}),
+        ((*_qkv(groups=1), None, _seeds(), 0.3, False, None), {}),
+    ]
+
+
+def _dropout_backward() -> list[Sample]:
+    samples: list[Sample] = []
+    for args, _ in _dropout():
+        out, logsumexp, state = torch.ops.hetspmd_ops.dropout_attention.default(*args)
+        tensors = real(*out.shape, seed=5), *args[:4], out, logsumexp, state
+        samples.append(((*tensors, *args[5:]), {}))
+    return samples
+
+
 SAMPLES: dict[str, Samples] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash_cpu,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _flash_cpu_backward,
     "aten.scaled_dot_product_attention.default": _composite,
     "aten._scaled_dot_product_attention_math.default": _composite,
+    "hetspmd_ops.dropout_attention.default": _dropout,
+    "hetspmd_ops.dropout_attention_backward.default": _dropout_backward,
 }
 
 _CUDA = "the kernel runs on CUDA only"
