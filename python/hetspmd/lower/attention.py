@@ -19,9 +19,13 @@ from hetspmd.program.buckets import Scheduled
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import Both, NestedStep, carried, keys_of, rows_of
 from hetspmd.program.program import Compute
-from hetspmd.rules.theory import Theory
 from hetspmd.trace.dropout_attention import BACKWARD, FORWARD, STATE
 from hetspmd.trace.gpu_dropout import fused_dropout_attention, fused_dropout_attention_backward
+from hetspmd.trace.graph import Instruction
+
+_OPS: Final = (FORWARD, BACKWARD)
+_DROPOUT: Final = -3
+"""The place of the probability among their arguments."""
 
 KERNELS: Final[dict[str, Mapping[str, Callable[..., Any]]]] = {
     "cuda": {FORWARD: fused_dropout_attention, BACKWARD: fused_dropout_attention_backward}
@@ -34,6 +38,7 @@ def fused_attentions(
 ) -> frozenset[int]:
     """The attentions among the steps of a program, forward and backward, by instruction, that may be given to fused
     kernels."""
+    found: set[int] = set()
     of_state: dict[int, set[tuple[int, ...]]] = {}
     instructions: dict[int, list[int]] = {}
     carried_on: set[int] = set()
@@ -41,11 +46,13 @@ def fused_attentions(
         if not isinstance(step, (Compute, Both)):
             carried_on |= {source[0] for source, _ in carried(step)}
             continue
-        key = _state(layout.theory, step)
-        if key is not None:
+        instruction = layout.graph.instructions[step.instruction]
+        if instruction.op in _OPS and not instruction.args[_DROPOUT]:
+            found.add(instruction.id)
+        elif (key := _state(instruction, step)) is not None:
             of_state.setdefault(key[0], set()).add(key)
             instructions.setdefault(key[0], []).append(step.instruction)
-    return frozenset(
+    return frozenset(found).union(
         instruction
         for state, keys in of_state.items()
         if state not in carried_on and len(keys) == 1 and all(_is_own(layout, at, key) for key in keys)
@@ -53,9 +60,9 @@ def fused_attentions(
     )
 
 
-def _state(theory: Theory, step: Compute | Both) -> tuple[int, ...] | None:
+def _state(instruction: Instruction, step: Compute | Both) -> tuple[int, ...] | None:
     """The state that an attention gives, or that its gradient reads, in its form."""
-    instruction, rows = theory.graph.instructions[step.instruction], rows_of(step)
+    rows = rows_of(step)
     if instruction.op == FORWARD:
         return keys_of(instruction.outputs, *(row.post for row in rows))[STATE]
     if instruction.op == BACKWARD:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -127,22 +127,25 @@ def dropout_attention(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    seeds: Tensor,
+    seeds: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward in parts, on any device; ``seeds`` are float64."""
-    bits = seeds.contiguous().view(torch.int64)
-    output, statistics, _ = _results(query, key, value)
+    """The forward in parts, on any device; ``seeds`` are float64, and None without dropout."""
+    output, statistics, state = _results(query, key, value)
+    state.zero_()
+    if seeds is not None:
+        state[..., 0] = seeds.contiguous().view(torch.int64)
     for own, of_keys in _pieces(query, key):
         heads = own[1].stop - own[1].start
         keys, values = for_heads(key[of_keys], heads), for_heads(value[of_keys], heads)
         bias = _of_piece(attn_bias, own)
         weights, statistics[own] = attention_weights(query[own], keys, is_causal, bias, scale)
-        mask = kept(bits[own], weights, dropout_p)
-        output[own] = ((weights * mask / (1.0 - dropout_p)) @ values.to(weights.dtype)).to(query.dtype)
-    return output, statistics, torch.stack((bits, torch.zeros_like(bits)), 2)
+        if dropout_p > 0.0:
+            weights = weights * kept(state[own][..., 0], weights, dropout_p) / (1.0 - dropout_p)
+        output[own] = (weights @ values.to(weights.dtype)).to(query.dtype)
+    return output, statistics, state
 
 
 def dropout_attention_backward(
@@ -165,15 +168,15 @@ def dropout_attention_backward(
         queries, heads = query[own].to(wide), own[1].stop - own[1].start
         keys, values = for_heads(key[of_keys], heads).to(wide), for_heads(value[of_keys], heads).to(wide)
         weights, _ = attention_weights(queries, keys, is_causal, _of_piece(attn_bias, own), scale)
-        scaled = kept(state[own][..., 0], weights, dropout_p).to(wide) / (1.0 - dropout_p)
-        grad = grad_out[own].to(wide)
-        of_weights = (grad @ values.transpose(2, 3)) * scaled
+        dropped, grad = weights, grad_out[own].to(wide)
+        of_weights = grad @ values.transpose(2, 3)
+        if dropout_p > 0.0:
+            scaled = kept(state[own][..., 0], weights, dropout_p).to(wide) / (1.0 - dropout_p)
+            dropped, of_weights = weights * scaled, of_weights * scaled
         of_scores = weights * (of_weights - (grad * out[own].to(wide)).sum(3, keepdim=True)) * factor
         found[0][own] = (of_scores @ keys).to(query.dtype)
         found[1][of_keys] = of_groups(of_scores.transpose(2, 3) @ queries, key[of_keys]).to(key.dtype)
-        found[2][of_keys] = of_groups((weights * scaled).transpose(2, 3) @ grad, value[of_keys]).to(
-            value.dtype
-        )
+        found[2][of_keys] = of_groups(dropped.transpose(2, 3) @ grad, value[of_keys]).to(value.dtype)
     return found
 
 
@@ -199,7 +202,7 @@ _OPTIONS: Final = "float dropout_p, bool is_causal, float? scale"
 _RESULTS: Final = "(Tensor, Tensor, Tensor)"
 torch.library.define(
     f"{NAMESPACE}::dropout_attention",
-    f"({_TENSORS}, Tensor seeds, {_OPTIONS}) -> {_RESULTS}",
+    f"({_TENSORS}, Tensor? seeds, {_OPTIONS}) -> {_RESULTS}",
     # A copy that a recomputation makes may run by another kernel, with another mask: its results are held.
     tags=(torch.Tag.nondeterministic_seeded,),
 )
@@ -213,3 +216,17 @@ for _name, _op, _shapes in (
 ):
     torch.library.impl(f"{NAMESPACE}::{_name}", "default", _op)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, bias, _, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, bias, *output)
+
+
+def _gradient(ctx: Any, grad_out: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+    op = getattr(torch.ops, NAMESPACE).dropout_attention_backward.default
+    gradients = op(grad_out, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, None, None, None, None)
+
+
+torch.library.register_autograd(f"{NAMESPACE}::dropout_attention", _gradient, setup_context=_save)

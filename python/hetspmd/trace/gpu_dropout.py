@@ -54,7 +54,7 @@ def fused_dropout_attention(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    seeds: Tensor,
+    seeds: Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,

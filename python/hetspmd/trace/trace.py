@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from hetspmd.errors import (
 from hetspmd.trace.admissible import argument_names, check_leaf, check_model, spoken
 from hetspmd.trace.advice import named_error
 from hetspmd.trace.assemble import Naming, assemble
+from hetspmd.trace.attention_calls import whole_attention
 from hetspmd.trace.attention_rewrite import with_divisible_dropout
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.blocks import region_name
@@ -146,7 +147,7 @@ def _traced(
     grad_mode = _grad_mode(model, training)
     was_training, step.training = step.training, model.training
     try:
-        with collector_paused(), faked(), grad_mode, layer_by_layer(model), counted(model), watch.tracing():
+        with collector_paused(), faked(), grad_mode, _exchanged(model, place), watch.tracing():
             module, inputs, outputs = export_joint(step, fakes, table())
             inputs, outputs = merge_tied(module, inputs, outputs, first_names)
             with_divisible_dropout(module)
@@ -171,6 +172,13 @@ def _traced(
     states += watch.states
     graph = replace(graph, autocast=autocast_state(place.type))
     return graph, [Block(region_name(number), tensors) for number, tensors in made.items()]
+
+
+@contextmanager
+def _exchanged(model: nn.Module, place: torch.device) -> Iterator[None]:
+    """Within the context, functions of torch whose trace would be wrong, or slow, are others."""
+    with layer_by_layer(model), whole_attention(place), cumulative_averages(model):
+        yield
 
 
 def _grad_mode(model: nn.Module, training: bool) -> AbstractContextManager[object]:

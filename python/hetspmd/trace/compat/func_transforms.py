@@ -27,6 +27,11 @@ def before_transforms(look: Callable[[object], None]) -> None:
             setattr(eager_transforms, name, looked_at)
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.func.vmap`` has hidden a dim of the tensor."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
+
+
 def transform_around() -> str:
     """Which transform of torch the running code is under; "" if under none."""
     if torch.compiler.is_exporting():
