@@ -5,6 +5,9 @@ The kernels run on GPUs only. Ranks here run the op in parts, or a stand-in for 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,3 +408,12 @@ def test_samples_and_heads_are_divided_and_nothing_else_the_rule_says() -> None:
     assert rows["h"] == (shard(1),) * 3
     assert rows["always"] == (REPLICATE,) * 3
     assert set(rows) == {"always", "b", "h"}
+
+
+def test_the_script_for_a_gpu_on_a_cpu() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "gpu" / "attention.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--rounds", "1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(": pass: ") == 8
+    assert "kernels: " in ran.stdout

@@ -38,8 +38,8 @@ _TENSORS: Final = ("query", "key", "value", "attn_bias")
 _OPTIONS: Final = ("dropout_p", "is_causal", "scale")
 
 
-def with_divisible_dropout(module: GraphModule) -> None:
-    """Exchange the kernels in a joint graph."""
+def with_divisible_dropout(module: GraphModule) -> GraphModule:
+    """The joint graph, in which the kernels are exchanged."""
     graph = module.graph
     for node in [n for n in graph.nodes if n.target in _FORWARDS]:
         arguments = _arguments(node)
@@ -47,6 +47,7 @@ def with_divisible_dropout(module: GraphModule) -> None:
         if arguments["dropout_p"] > 0.0 and _is_known(node, backward):
             _exchange(graph, node, arguments, backward)
     graph.lint()
+    return module
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -157,11 +157,10 @@ def dropout_attention_backward(
     out: Tensor,
     logsumexp: Tensor,
     state: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    *options: *tuple[float, bool, float | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value in parts, on any device."""
+    """The gradients of query, key and value in parts, on any device; ``options`` are those of the forward."""
+    dropout_p, is_causal, scale = options
     found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     wide, factor = wide_dtype(query.dtype), scale_of(query, scale)
     for own, of_keys in _pieces(query, key):

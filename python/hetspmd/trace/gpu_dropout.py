@@ -87,11 +87,10 @@ def fused_dropout_attention_backward(
     out: Tensor,
     logsumexp: Tensor,
     state: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    *options: *tuple[float, bool, float | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of :func:`fused_dropout_attention`."""
+    """The gradients of :func:`fused_dropout_attention`, whose last arguments ``options`` are."""
+    dropout_p, is_causal, scale = options
     if _is_flash(query, key, value, attn_bias, is_causal):
         rng_state = state[0, 0].contiguous().view(torch.uint64)
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
@@ -115,7 +114,7 @@ def fused_dropout_attention_backward(
     keys, values = for_heads(key, heads), for_heads(value, heads)
     if not is_fused(query, keys, values):
         own = grad_out, query, key, value, attn_bias, out, logsumexp, state
-        return dropout_attention_backward(*own, dropout_p, is_causal, scale)
+        return dropout_attention_backward(*own, *options)
     statistics = F.pad(logsumexp, (0, -query.shape[2] % STATISTICS_MULTIPLE))
     bias = dense_bias(attn_bias, query, keys)
     seed, offset = state[0, 0].unbind()

@@ -150,8 +150,7 @@ def _traced(
         with collector_paused(), faked(), grad_mode, _exchanged(model, place), watch.tracing():
             module, inputs, outputs = export_joint(step, fakes, table())
             inputs, outputs = merge_tied(module, inputs, outputs, first_names)
-            with_divisible_dropout(module)
-            draft = import_graph(module)
+            draft = import_graph(with_divisible_dropout(module))
             outputs, watch.feeding = check_kept(draft, inputs, outputs, step.cached_outputs)
             watch.check_results()
             check_views(draft, outputs, trainable, watch)
