@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from hetspmd.errors import PlanError
+from hetspmd.lower import calls
+from hetspmd.lower.attention import kernel_of
+from hetspmd.run.captured_regions import is_captured
 from hetspmd.trace import gpu_attention as attention
 from hetspmd.trace.compat.tensors import FakeTensorMode
 from hetspmd.trace.evaluate import local_op
@@ -104,3 +107,11 @@ def test_an_op_that_a_device_does_not_have_is_named() -> None:
         PlanError, match=r"aten\.mkldnn_linear\.default, which the plan calls, has no kernel for"
     ):
         local_op("aten.mkldnn_linear.default", CUDA)
+
+
+@pytest.mark.parametrize("op", [FORWARD, BACKWARD, "hetspmd_ops.dropout_attention.default"])
+def test_a_call_of_a_gpus_kernel_can_be_captured(op: str) -> None:
+    graph = torch.fx.Graph()
+    kernel = kernel_of(op, CUDA) or local_op(op, CUDA)
+    assert is_captured(graph.call_function(kernel, (graph.placeholder("query"),)))
+    assert not is_captured(graph.call_function(calls.attend, (None, kernel, ())))

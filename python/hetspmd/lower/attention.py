@@ -47,7 +47,7 @@ def fused_attentions(
             carried_on |= {source[0] for source, _ in carried(step)}
             continue
         instruction = layout.graph.instructions[step.instruction]
-        if instruction.op in _OPS and not instruction.args[_DROPOUT]:
+        if instruction.op in _OPS and not dropout_of(instruction):
             found.add(instruction.id)
         elif (key := _state(instruction, step)) is not None:
             of_state.setdefault(key[0], set()).add(key)
@@ -73,6 +73,13 @@ def _state(instruction: Instruction, step: Compute | Both) -> tuple[int, ...] | 
 def _is_own(layout: LevelLayout, at: RankPlace, key: tuple[int, ...]) -> bool:
     """Whether no two ranks, or micro-batches, have the same part of a value."""
     return all(is_sharded(form) or layout.peers(n, at)[1] == 1 for n, form in enumerate(key[1:]))
+
+
+def dropout_of(instruction: Instruction) -> float:
+    """The probability with which an attention drops."""
+    probability = instruction.args[_DROPOUT]
+    assert isinstance(probability, float), instruction.args
+    return probability
 
 
 def kernel_of(op: str, device: torch.device) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ from torch import fx
 
 from hetspmd.errors import PlanError
 from hetspmd.lower import calls
-from hetspmd.lower.attention import kernel_of
+from hetspmd.lower.attention import dropout_of, kernel_of
 from hetspmd.lower.transfers import One, arguments, leg
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
 from hetspmd.program.buckets import Bucket, Scheduled
@@ -243,8 +243,13 @@ class GraphWriter:
                 local_kwargs,
             )
             node = self.call(name, calls.draw, call_args)
-        elif instruction.id in self.fused and kernel_of(str(target), self.device) is not None:
-            node = self.call(name, calls.attend, (self.runtime, function, local_args))
+        elif instruction.id in self.fused and (kernel := kernel_of(str(target), self.device)) is not None:
+            drops = dropout_of(instruction) > 0.0
+            node = self.call(
+                name,
+                calls.attend if drops else kernel,
+                (self.runtime, function, local_args) if drops else local_args,
+            )
         else:
             node = self.call(name, function, local_args, local_kwargs)
         node.meta["instruction"] = instruction.id

@@ -66,7 +66,8 @@ ANOMALY: Final = "torch is asked to detect anomalies"
 RECORDED: Final = "it is recorded"
 ELSEWHERE: Final = "a tensor lay elsewhere, or had another shape, than when the calls were captured"
 HOST: Final = "a tensor lies on another device"
-_RULES: Final = "hetspmd.rules."
+_COMPUTE: Final = ("hetspmd.rules.", "hetspmd.trace.gpu_attention", "hetspmd.trace.gpu_dropout")
+"""Modules whose functions compute on the device alone."""
 
 
 class _Region(nn.Module):
@@ -277,7 +278,7 @@ def is_captured(node: fx.Node) -> bool:
         return True  # of a plan, whose shapes depend on no values: its indices are no masks
     if is_op(target):
         return not any(tag in target.tags for tag in _LOOKS) and not may_draw(target, node.args, node.kwargs)
-    return node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(_RULES)
+    return node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(_COMPUTE)
 
 
 _LOOKS: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

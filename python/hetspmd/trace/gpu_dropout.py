@@ -45,7 +45,8 @@ def _is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, ca
 
 
 def _of_all(state: Tensor, query: Tensor) -> Tensor:
-    """The state of a generator, two int64, for each sample and head."""
+    """The state of a generator, two int64, for each sample and head. It stays where the kernel has put it, which may
+    be the host's memory: its backward reads it there."""
     return state.expand(query.shape[0], query.shape[1], 2)
 
 
@@ -74,7 +75,7 @@ def fused_dropout_attention(
     output, statistics, seed, offset = aten._scaled_dot_product_efficient_attention.default(
         query, keys, values, bias, True, dropout_p, is_causal, scale=scale
     )
-    state = torch.stack((seed.view(()), offset.view(()))).to(query.device)
+    state = torch.stack((seed.view(()), offset.view(())))
     return output, statistics[..., : query.shape[2]], _of_all(state, query)
 
 
@@ -93,7 +94,7 @@ def fused_dropout_attention_backward(
     dropout_p, is_causal, scale = options
     if _is_flash(query, key, value, attn_bias, is_causal):
         rng_state = state[0, 0].contiguous().view(torch.uint64)
-        unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+        unused = torch.empty((), dtype=torch.uint64, device=query.device)
         lengths = None, None, query.shape[2], key.shape[2]
         gradients = aten._scaled_dot_product_flash_attention_backward.default(
             grad_out,
