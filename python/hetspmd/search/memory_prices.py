@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -92,6 +93,7 @@ class MemoryPrices:
         self.nbytes = np.array([places.at(t.id, places.whole)[1] for t in tensors], dtype=float)
         self.entry_bytes = (self.nbytes + self._trained)[self.entry_tensor]
         self._charged: dict[int, Index] = {}
+        self._entries: dict[int, tuple[Index, Index]] = {}
 
     def dividing(self, batches: MicroBatches | None) -> MemoryPrices:
         """The same for a step in another number of micro-batches, of the same loop."""
@@ -150,6 +152,17 @@ class MemoryPrices:
             tensors = self._charged[instruction] = np.array(sorted(best.values()), dtype=np.int64)
         return tensors
 
+    def _charged_entries(self, instruction: int) -> tuple[Index, Index]:
+        """The entries of what is charged at an instruction: as they are, and as the smallest slice."""
+        known = self._entries.get(instruction)
+        if known is None:
+            here = np.zeros(len(self.theory.graph.tensors), dtype=bool)
+            here[self.charged(instruction)] = True
+            entries, sliced = here[self.entry_tensor], self.entry_until < instruction
+            known = np.flatnonzero(entries & ~sliced), np.flatnonzero(entries & sliced)
+            self._entries[instruction] = known
+        return known
+
     def prices(
         self,
         model: CostModel,
@@ -171,11 +184,10 @@ class MemoryPrices:
                 per_axis[instruction] = np.zeros(len(shares))
             per_axis[instruction] += price * shares[:, device]
         for instruction, weight in per_axis.items():
-            here = np.zeros(len(self.theory.graph.tensors))
-            here[self.charged(instruction)] = 1.0
-            least = weight[self.entry_slices].min(axis=1)
-            weights = np.where(self.entry_until < instruction, least, weight[self.entry_axis])
-            keep += here[self.entry_tensor] * self.entry_bytes * weights
+            as_it_is, sliced = self._charged_entries(instruction)
+            keep[as_it_is] += self.entry_bytes[as_it_is] * weight[self.entry_axis[as_it_is]]
+            least = reduce(np.minimum, weight[self.entry_slices[sliced].T])
+            keep[sliced] += self.entry_bytes[sliced] * least
         moved = self._moved(per_axis) * slant[self.pair_tensor] if estimated else None
         # A lone device gathers nothing: what the forward has read of a parameter is the parameter.
         second_reads = self._second_reads(per_axis, slant) if lengths.world > 1 else {}

@@ -143,6 +143,17 @@ class Relaxation:
 
     def take(self, result: SearchResult) -> bool:
         """Keep a program; whether it fits."""
+        same = (line for line in self.lines if line.result.cost == result.cost)
+        known = next((line for line in same if line.result.program == result.program), None)
+        line = self._line(result) if known is None else replace(known, result=result)
+        self.lines.append(line)
+        fits = not line.lacking.any()
+        if fits and (self.best is None or result.cost < self.best.cost):
+            self.best = result
+        return fits
+
+    def _line(self, result: SearchResult) -> Line:
+        """A program, with what it holds."""
         theory, batches = self.searcher.space.theory, self.model.batches
         profile = memory_profile(theory, result.program, self.lengths, batches=batches)
         lacking = profile.lacking(self.capacity)
@@ -151,11 +162,7 @@ class Relaxation:
             executed = StepModel(self.model, result.program).held(self.lengths)
             lacking = executed.lacking(self.capacity)
             more = np.maximum(np.subtract(executed.peaks, profile.peaks), 0).astype(float)
-        self.lines.append(Line(result, profile, lacking, more))
-        fits = not lacking.any()
-        if fits and (self.best is None or result.cost < self.best.cost):
-            self.best = result
-        return fits
+        return Line(result, profile, lacking, more)
 
     def close(self, gap: float = CLOSE) -> bool:
         return self.best is not None and self.best.cost - self.among <= gap * self.best.cost

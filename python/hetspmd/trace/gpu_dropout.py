@@ -45,8 +45,8 @@ def _is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, ca
 
 
 def _of_all(state: Tensor, query: Tensor) -> Tensor:
-    """The state of a generator, two int64, for each sample and head. It stays where the kernel has put it, which may
-    be the host's memory: its backward reads it there."""
+    """The state of a generator, two int64, for each sample and head. It stays where the kernel has put it, maybe in
+    the host's memory: its backward reads it there."""
     return state.expand(query.shape[0], query.shape[1], 2)
 
 
