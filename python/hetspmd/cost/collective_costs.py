@@ -258,17 +258,16 @@ class Moves:
     ) -> Array:
         """Seconds of many collectives, each with its tensor, as parts of a sum (:meth:`shared_form`). Their forms
         are kept for the next lengths."""
-        terms, axis, target = self._of(moves).terms
+        table = self._of(moves)
+        terms, axis, _ = table.terms
         at = self._at(lengths)
         # Beyond the last axis: no axis, which has no share and exchanges nothing.
         filled, largest = np.array([*at.filled[:-1], 0.0]), np.array([*at.largest[:-1], 0.0])
-        s, t = at.shares[axis], at.shares[target]
-        both = (axis >= 0) & (target >= 0)
-        exchange = np.where(both, np.maximum(s * (1 - t), t * (1 - s)).max(axis=1, initial=0.0), 0.0)
-        seconds: Array = (
-            terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis] + terms[:, 3] * exchange
-        )
-        for n, form in self._of(moves).moved:
+        exchange = np.array([at.exchanged(*pair) if min(pair) >= 0 else 0.0 for pair in table.pairs])
+        seconds: Array = terms[:, 0] + terms[:, 1] * filled[axis] + terms[:, 2] * largest[axis]
+        if len(exchange):
+            seconds += terms[:, 3] * exchange[table.pair]
+        for n, form in table.moved:
             seconds[n] = self.form_seconds(form, at.shares)
         return seconds
 
@@ -281,7 +280,10 @@ class Moves:
             forms = [self.shared_form(t, *move) for t, move in moves]
             copies = np.array([f.pack + f.unpack for f in forms])
             moved = [(n, f) for n, f in enumerate(forms) if f.moved]
-            self._table = _Table(moves, _move_table(forms), copies, moved)
+            terms = _move_table(forms)
+            pairs, pair = np.unique(np.stack(terms[1:], axis=1), axis=0, return_inverse=True)
+            known = [(int(source), int(target)) for source, target in pairs]
+            self._table = _Table(moves, terms, copies, moved, known, pair.reshape(-1))
         return self._table
 
     def form_seconds(self, form: MoveForm, shares: Array) -> float:
@@ -313,12 +315,14 @@ class Moves:
 @dataclass(frozen=True)
 class _Table:
     """Many collectives: their terms, with the axes of shards and of targets, what devices copy for them, and which
-    are rebalances."""
+    are rebalances; the ``pairs`` of these axes, and which ``pair`` each has."""
 
     moves: object
     terms: tuple[Array, Index, Index]
     copies: Array
     moved: list[tuple[int, MoveForm]]
+    pairs: list[tuple[int, int]]
+    pair: Index
 
 
 @dataclass(frozen=True)
