@@ -21,6 +21,7 @@ from hetspmd.errors import GradientError
 from hetspmd.optimize.compiler import plan_for
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
+from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 
 
@@ -143,16 +144,62 @@ def test_not_finite_on_one_rank_is_refused_on_all() -> None:
     assert len(set(on_ranks(c, plan, body))) == 1
 
 
-def test_views_of_gradients_are_refused_with_the_line_to_write() -> None:
+def test_some_elements_of_gradients_are_refused_with_the_line_to_write() -> None:
     c = case("mlp")
+    theory = c.theory
+    replicated = plan_for(theory, cluster(2, 1), known.data_parallel(theory), (0.6, 0.4))
 
     def body(hap: HAP) -> None:
         loss_of(hap(**c.batch)).backward()
-        gradients = [p.grad for p in hap.parameters() if p.grad is not None and p.grad.numel()]
+        gradients = [p.grad for p in hap.parameters() if p.grad is not None]
         with pytest.raises(GradientError, match=r"is a view of [ab]\..*hetspmd\.get_total_norm\(model\)"):
-            nn.utils.get_total_norm([g.detach() for g in gradients])
+            nn.utils.get_total_norm([g[:1] for g in gradients])
 
-    on_ranks(c, random_plan(c, 2, 2), body)
+    on_ranks(c, replicated, body)
+
+
+COMPUTED: dict[str, Any] = {
+    "weights": lambda ps: [p.detach() for p in ps],
+    "their data": lambda ps: [p.data for p in ps],
+    "gradients by another name": lambda ps: [p.grad.detach() for p in ps],
+    "both": lambda ps: [t for p in ps for t in (p.grad, p.data)],
+    "scaled gradients": lambda ps: [p.grad / 2 for p in ps],
+    "copies": lambda ps: [p.grad.clone() for p in ps],
+    "an update": lambda ps: [p.detach() - 0.1 * p.grad for p in ps],
+    "one of them": lambda ps: ps[0].grad * 3,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_norm_of_what_is_computed_from_shards(name: str) -> None:
+    """It was of this rank's shards, without a word. Whole and sharded parameters; plans without idle ranks."""
+    c = case("mlp")
+
+    def norm(module: nn.Module) -> torch.Tensor:
+        module.zero_grad()
+        loss_of(module(**c.batch)).backward()
+        return nn.utils.get_total_norm(COMPUTED[name]([p for p in module.parameters() if p.grad is not None]))
+
+    want = norm(c.model)
+    replicated = plan_for(c.theory, cluster(2, 1), known.data_parallel(c.theory), (0.6, 0.4))
+    sharded = plan_for(c.theory, cluster(2, 1), known.zero_like(c.theory), (0.6, 0.4))
+    for plan in (replicated, sharded, random_plan(c, 3, 2), random_plan(c, 3, 4)):
+        for found in on_ranks(c, plan, norm):
+            torch.testing.assert_close(found, want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["weights", "their data"])
+def test_idle_ranks_take_part_in_the_norm_of_values(name: str) -> None:
+    c = case("mlp")
+
+    def norm(module: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = nn.utils.get_total_norm(COMPUTED[name](list(module.parameters())))
+        return found
+
+    want = norm(c.model)
+    for plan in plans(c)[2:]:
+        for found in on_ranks(c, plan, norm):
+            torch.testing.assert_close(found, want, **CLOSE)
 
 
 def test_complex_gradients() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from torch import nn
 from hetspmd.errors import GradientError, HetspmdError
 from hetspmd.run.norms import combined_norm, gradients_of
 from hetspmd.run.parameter_registry import ParameterPlace, grouped, living, places
-from hetspmd.run.shards import gradient_of
+from hetspmd.run.shards import gradient_of, marked
 
 _LOCK = threading.Lock()
 _REACHED: list[Callable[..., Any]] = []
@@ -99,14 +99,26 @@ def _shared() -> bool:
     return any(module.everyone.world > 1 for module in living())
 
 
+Places: TypeAlias = dict[int, ParameterPlace]
+"""Where tensors belong, by what identifies them."""
+
+
 def _divided(
-    tensors: Sequence[torch.Tensor], registry: dict[int, ParameterPlace]
+    tensors: Sequence[torch.Tensor], registry: Places
 ) -> tuple[list[tuple[torch.Tensor, ParameterPlace]], list[torch.Tensor]]:
-    """The tensors that belong to HAP modules of several ranks, and the others."""
+    """The tensors that belong to HAP modules of several ranks, and the others. What was computed element by element
+    from a shard is a part as that is, and another name for a whole parameter or gradient is that."""
     mine: list[tuple[torch.Tensor, ParameterPlace]] = []
     others: list[torch.Tensor] = []
+    shards, whole = _lying(registry)
     for tensor in tensors:
         place = registry.get(id(tensor))
+        if place is None and (own := marked(tensor)) is not None:
+            place = shards.get(id(own.whole))
+            if place is None:
+                raise own.refusal("the norm of what was computed from it", "read")
+        elif place is None and type(tensor) is torch.Tensor:
+            place = whole.get(_seen(tensor))
         if place is not None and place.module.everyone.world > 1:
             mine.append((tensor, place))
         else:
@@ -114,8 +126,31 @@ def _divided(
     return mine, others
 
 
-def _check_no_views(tensors: Sequence[torch.Tensor], registry: dict[int, ParameterPlace]) -> None:
-    """Raise GradientError for a part or a ``detach()`` of a gradient or parameter of a HAP module.
+def _lying(registry: Places) -> tuple[Places, dict[object, ParameterPlace]]:
+    """The parameters by the marks that say that they are shards; and those that are whole, with their gradients, by
+    the elements that they show."""
+    shards: Places = {}
+    whole: dict[object, ParameterPlace] = {}
+    for place in registry.values():
+        parameter = place.module.module.get_parameter(place.name)
+        own = marked(parameter)
+        if own is not None:
+            shards[id(own)] = place
+        else:
+            found = (t for t in (parameter, parameter.grad) if t is not None)
+            whole.update((_seen(tensor), place) for tensor in found)
+    return shards, whole
+
+
+def _seen(tensor: torch.Tensor) -> object:
+    """What two names for the same elements have in common; None for what has none."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _check_no_views(tensors: Sequence[torch.Tensor], registry: Places) -> None:
+    """Raise GradientError for some elements of a gradient or parameter of a HAP module.
 
     An idle rank, whose tensors have no memory, could not recognise it.
     """

@@ -30,6 +30,11 @@ class ShardMark:
     def __init__(self, name: str, layout: LocalTensor) -> None:
         self.name, self.layout = name, layout
 
+    @property
+    def whole(self) -> ShardMark:
+        """The mark of the parameter."""
+        return self
+
     def of_gradient(self, parameter: torch.Tensor) -> GradientMark:
         """The mark of the gradient of ``parameter``, which this is the mark of."""
         return GradientMark(self, parameter)
@@ -136,7 +141,12 @@ class GradientMark(ShardMark):
 
     def __init__(self, of: ShardMark, parameter: torch.Tensor) -> None:
         super().__init__(of.name, of.layout)
-        self._parameter = weakref.ref(parameter)
+        self._of, self._parameter = of, weakref.ref(parameter)
+
+    @property
+    def whole(self) -> ShardMark:
+        """The mark of the parameter."""
+        return self._of
 
     def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter's gradient, if ``tensor`` is another name for it."""
