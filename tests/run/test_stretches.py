@@ -115,6 +115,27 @@ def test_others_are_told_once_of_each_stretch() -> None:
     assert told == ["begins", "ends"]
 
 
+def test_attention_without_dropout_is_compiled_with_what_is_around_it() -> None:
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    @contextmanager
+    def busy() -> Any:
+        yield
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    doubled = graph.call_function(aten.mul.Tensor, (x, 2.0))
+    attended = graph.call_function(attention, (doubled, x, x, 0.0, True))
+    out = graph.call_function(aten.relu.default, (graph.call_function(item, (attended, 0)),))
+    graph.output(out)
+    made = in_stretches(fx.GraphModule({}, graph), AOT, busy)
+    assert [n.target for n in made.graph.nodes if n.op == "call_module"] == ["stretch_0"]
+    assert not any(is_op(n.target) for n in made.graph.nodes)
+    value = torch.randn(2, 2, 5, 8)
+    want = torch.nn.functional.scaled_dot_product_attention(2 * value, value, value, is_causal=True).relu()
+    torch.testing.assert_close(made(value), want)
+
+
 def test_a_compiler_that_does_not_exist_is_named() -> None:
     c = case("mlp")
     with pytest.raises(ExampleError, match="compile is True, False or a dict"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from hetspmd.dist.random import may_draw
 from hetspmd.errors import ExampleError
 from hetspmd.run.stretches import Taken, cut
 from hetspmd.trace.compat.tensors import is_op
@@ -107,4 +108,5 @@ def _kinds(values: Sequence[Any]) -> Iterator[object]:
 
 
 def _compiles(node: fx.Node) -> bool:
-    return is_op(node.target) and torch.Tag.nondeterministic_seeded not in node.target.tags
+    """Whether a stretch takes a call: of an op that draws no random numbers, as attention without dropout is."""
+    return is_op(node.target) and not may_draw(node.target, node.args, node.kwargs)
