@@ -340,7 +340,8 @@ class _Step(torch.autograd.Function):
             )
         if runner.attendance is not None:
             runner.attendance.backward(ctx.step)
-        checked = iter(ctx.saved_tensors)
+        # What is a result as well knows of this step, which a compiler would look at.
+        checked = iter([tensor.detach() for tensor in ctx.saved_tensors])
         saved = [next(checked) if t is None else t for t in ctx.box]
         held: Held | None = ctx.held
         if not (kept := graph_is_kept()):

@@ -55,7 +55,9 @@ def run_model(
     except Exception as error:
         (runtime.everyone or runtime.communicator).report(error)
         raise
-    values = {o.tensor: leaf for o, leaf in zip(graph.outputs, flat, strict=True) if o.tensor is not None}
+    leaves = [(o, leaf) for o, leaf in zip(graph.outputs, flat, strict=True) if o.tensor is not None]
+    # A tensor that is returned twice, once detached, is the one that is not.
+    values: dict[Any, Any] = {o.tensor: t for o, t in sorted(leaves, key=lambda pair: not pair[0].detached)}
     runner.send(values)
     shown = {t: value if t == graph.loss else _refusing(value) for t, value in values.items()}
     return unflatten(graph.filled_outputs(shown), spec)

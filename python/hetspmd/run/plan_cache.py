@@ -30,6 +30,7 @@ from hetspmd.run.same_model import check_same_model, traced_for
 from hetspmd.run.setting import Mode, Setting
 from hetspmd.run.source_location import SourceFinder
 from hetspmd.run.store import Store, slot
+from hetspmd.run.structure import other_parameters
 from hetspmd.run.variety import make_room
 from hetspmd.trace.blocks import as_in
 from hetspmd.trace.compat.trees import spec_from_text
@@ -298,9 +299,15 @@ class PlanCache:
         return [state for entry in entries for state in entry.served.states]
 
     def _check_shards(self, plan: Plan, parameters: tuple[LocalTensor, ...]) -> None:
+        """Raise PlanMismatchError for parameters that the model did not have, and BatchMismatchError where the
+        first plan stores others than this one."""
+        shards = self.store.shards
+        new = sorted(p.name for p in plan.graph.parameters if p.name not in shards)
+        if new:
+            raise other_parameters([name.removeprefix("model.") for name in new])
         for parameter, layout in zip(plan.graph.parameters, parameters, strict=True):
-            stored = self.store.shards.get(parameter.name)
-            if stored is None or (stored.form, stored.extents) != (layout.form, layout.extents):
+            stored = shards[parameter.name]
+            if (stored.form, stored.extents) != (layout.form, layout.extents):
                 raise BatchMismatchError(
                     f"the new plan stores {parameter.name} in other shards than the first"
                 )

@@ -6,7 +6,7 @@ its class, is another computation. Other parameters are not those that the plan'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,15 @@ from torch import nn
 from hetspmd.errors import PlanMismatchError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def other_parameters(changed: Sequence[str]) -> PlanMismatchError:
+    """The error of a model that has got or lost these parameters."""
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return PlanMismatchError(
+        f"the model has other parameters than when HAP(...) was made: {', '.join(changed[:3])}{more}; change "
+        "the model before it is wrapped, or wrap it anew: HAP(hap.module, ...) of a model that is whole"
+    )
 
 
 class StructureGuard:
@@ -47,13 +56,7 @@ class StructureGuard:
     def _look(self) -> int:
         names = _parameter_names(self._model)
         if names != self._names:
-            changed = sorted(set(names) ^ set(self._names))
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            raise PlanMismatchError(
-                "the model has other parameters than when HAP(...) was made: "
-                f"{', '.join(changed[:3])}{more}; change "
-                "the model before it is wrapped, or wrap it anew: HAP(hap.module, ...) of a model that is whole"
-            )
+            raise other_parameters(sorted(set(names) ^ set(self._names)))
         self.modules = list(self._model.modules())
         self._lengths, self._contents, self._forwards = [], [], []
         facts: list[Any] = []

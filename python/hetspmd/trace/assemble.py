@@ -8,7 +8,7 @@ arange) stay instructions: every device makes its own part. Random bits are neve
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,7 @@ class Naming:
     input_leaves: Sequence[int]
     statics: tuple[Static, ...]
     slots: Sequence[tuple[int | None, object]]
+    detached: Collection[int]
     updates: Mapping[int, str]
     changed: Mapping[int, str]
     has_loss: bool
@@ -131,8 +132,10 @@ class _Assembler:
         )
         graph_buffers = tuple(Buffer(b.names, b.tensor, self._id(updated.get(b.name))) for b in buffers)
         leaves = tuple(
-            Output(None, value) if slot is None else Output(self._id(returned[slot]))  # type: ignore[arg-type]  # a literal
-            for slot, value in self.naming.slots
+            Output(None, value)  # type: ignore[arg-type]  # a literal
+            if slot is None
+            else Output(self._id(returned[slot]), detached=place in self.naming.detached)
+            for place, (slot, value) in enumerate(self.naming.slots)
         )
         loss = self._id(returned[0]) if self.naming.has_loss else None
         return Graph(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
+from hetspmd.codec.records import LEFT_OUT
 from hetspmd.trace.host.facts import Host
 
 Phase = Literal["forward", "backward"]
@@ -191,10 +192,12 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A leaf of the model's flattened output: a tensor, or a value that is no tensor."""
+    """A leaf of the model's flattened output: a tensor, which may be ``detached`` in a step that has gradients, or
+    a value that is no tensor."""
 
     tensor: int | None
     value: bool | int | float | str | None = None
+    detached: bool = field(default=False, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +320,9 @@ class Graph:
         }
 
     def filled_outputs(self, values: Mapping[int, Any]) -> list[Any]:
-        """The leaves of the model's output, with ``values`` of its tensors."""
-        return [o.value if o.tensor is None else values[o.tensor] for o in self.outputs]
+        """The leaves of the model's output, with ``values`` of its tensors, which know ``detach()``."""
+        tensors: list[Any] = [o.value if o.tensor is None else values[o.tensor] for o in self.outputs]
+        return [t.detach() if o.detached else t for o, t in zip(self.outputs, tensors, strict=True)]
 
     def without_outputs(self) -> Graph:
         """The graph with its outputs other than the loss forgotten, and what only they needed removed."""
@@ -374,11 +378,6 @@ def map_refs(value: Argument, replace: Callable[[Ref], Any]) -> Any:
     return value
 
 
-def argument_text(graph: Graph, value: Argument) -> str:
-    """An argument as people read it."""
-    return value_text(value, lambda tensor: graph.tensors[tensor].name)
-
-
 def value_text(value: Argument, name: Callable[[int], str]) -> str:
     """An argument as people read it, with ``name`` of each tensor's id."""
     if isinstance(value, Ref):
@@ -395,6 +394,6 @@ def value_text(value: Argument, name: Callable[[int], str]) -> str:
 def instruction_text(graph: Graph, instruction: Instruction) -> str:
     """``e3: float32[8, 16] = aten.mm.default(e1, e2)``."""
     outs = ", ".join(str(graph.tensors[t]) if t >= 0 else "_" for t in instruction.outputs)
-    parts = [argument_text(graph, a) for a in instruction.args]
-    parts += [f"{k}={argument_text(graph, v)}" for k, v in instruction.kwargs]
+    arguments = [*(("", a) for a in instruction.args), *((f"{k}=", v) for k, v in instruction.kwargs)]
+    parts = [key + value_text(value, lambda t: graph.tensors[t].name) for key, value in arguments]
     return f"{outs} = {instruction.op}({', '.join(parts)})"

@@ -210,6 +210,7 @@ def _naming(
         input_leaves=[*batch.tensors, *(-1 for _ in watch.numbers)],
         statics=batch.statics,
         slots=step.slots,
+        detached=step.detached,
         updates={i: f"model.{name}" for name, i in step.updates.items()},
         changed=step.changed,
         has_loss=step.has_loss,

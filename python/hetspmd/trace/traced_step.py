@@ -31,7 +31,8 @@ class Step(nn.Module):
     other ways than by ops, by name, to an index into the returned tensors; they come behind the others, and at
     last what cached functions keep, by index in ``kept`` with the function. ``changed`` maps inputs
     that are written to, by position, to the line that does so; ``checkpoints`` are the regions that the model would
-    recompute.
+    recompute. ``detached`` are the indices in ``slots`` of tensors that the model returns without a gradient, where
+    gradients are wanted.
     """
 
     _loss: Loss | None
@@ -54,6 +55,7 @@ class Step(nn.Module):
         self._spec = spec
         self.wants_gradients = training
         self.slots: list[tuple[int | None, Any]] = []
+        self.detached: set[int] = set()
         self.output_spec: Any = None
         self.has_loss = False
         self.dropped: dict[str, str] = {}
@@ -111,7 +113,7 @@ class Step(nn.Module):
             self._watch.untrained.look(loss)
         flat, self.output_spec = flatten(output)
         returned: list[torch.Tensor] = [] if loss is None else [loss]
-        self.slots = []
+        self.slots, self.detached = [], set()
         self.dropped = {}
         for index, leaf in enumerate(flat):
             if not isinstance(leaf, torch.Tensor):
@@ -121,6 +123,8 @@ class Step(nn.Module):
             elif leaf is loss:
                 self.slots.append((0, None))
             else:
+                if self.wants_gradients and not leaf.requires_grad:
+                    self.detached.add(len(self.slots))
                 self.slots.append((len(returned), None))
                 returned.append(leaf.detach())
         for tensor in self._watch.state_changes.tensors if self._watch.state_changes else ():
