@@ -153,6 +153,14 @@ class Shampoo(torch.optim.Optimizer):
         return vectors * values.clamp(min=1e-12) ** -0.25 @ vectors.t()
 
 
+class Guarded(torch.optim.SGD):
+    """It takes no step where a gradient is not finite."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = (p.grad for group in self.param_groups for p in group["params"])
+        return super().step() if all(g is None or g.isfinite().all() for g in gradients) else None
+
+
 MIXING: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2]),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps),
@@ -163,8 +171,12 @@ MIXING: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "LAMB": lambda ps: type("LAMB", (Own,), {})(ps, lamb),
     "SelfClipping": lambda ps: type("SelfClipping", (Own,), {})(ps, clipped_by_itself),
     "SGLD": lambda ps: type("SGLD", (Own,), {})(ps, noisy),
+    "Skipping": lambda ps: type("Skipping", (Own,), {})(ps, lambda g, p: g if g.isfinite().all() else 0 * p),
+    "Guarded": lambda ps: Guarded(ps, lr=0.1),
+    "Clipping": lambda ps: type("Clipping", (Own,), {})(ps, lambda g, p: g * (5e3 / g.norm()).clamp(max=1.0)),
 }
 STEPPING: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "without NaN": lambda ps: Own(ps, lambda g, p: g.nan_to_num().clamp(-1, 1)),
     "lion": lambda ps: Own(ps, lambda g, p: g.sign() + 0.01 * p),
     "subclass": lambda ps: type("MyAdamW", (torch.optim.AdamW,), {})(ps, lr=0.01),
     "lookahead": lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1, momentum=0.9)),

@@ -2,17 +2,19 @@
 
 An optimizer is elementwise along a dimension if stepping a tensor gives what stepping its slices along that
 dimension gives. A copy of the optimizer, without state, steps a small random tensor, and further copies its slices,
-with the same gradients of several sizes. The trial uses the optimizer's class, attributes and groups and nothing of
-this rank, so that every rank finds the same.
+with the same gradients: of several sizes, large ones, and some of which one element is not a number. What an
+optimizer does later, or in other cases, is not seen. The trial uses the optimizer's class, attributes and groups
+and nothing of this rank, so that every rank finds the same.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +31,12 @@ OTHER_EXTENT: Final = 4
 
 GRADIENT_SIZES: Final = (1.0, 1e-3, 10.0)
 """Standard deviations of the gradients of a trial, in turn: what depends on how large they are shows itself."""
+
+LARGE: Final = 1e5
+"""That of a second trial, of which optimizers that clip see that it is large."""
+
+FURTHER_STEPS: Final = 4
+"""Steps of the trial with large gradients, and of the one in which an element of a gradient is not finite."""
 
 
 class Untestable(Exception):
@@ -85,22 +93,45 @@ def _agrees(
     def drawn(size: float) -> torch.Tensor:
         return (torch.randn(shape, generator=generator, dtype=dtype) * size).to(device)
 
+    def steps(start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return _stepped(optimizer, group, start, gradients)
+
     start = drawn(1.0)
     gradients = [drawn(GRADIENT_SIZES[i % len(GRADIENT_SIZES)]) for i in range(TRIAL_STEPS)]
-    whole = _stepped(optimizer, group, start, gradients) - start
-    third = shape[dim] // 3
-    sizes = [third, shape[dim] - third] if third else [shape[dim]]
-    starts = torch.split(start, sizes, dim)
-    cuts = [torch.split(gradient, sizes, dim) for gradient in gradients]
-    parts = [_stepped(optimizer, group, s, [cut[i] for cut in cuts]) for i, s in enumerate(starts)]
-    apart = torch.cat(parts, dim) - start
-    exact = dtype in (torch.float64, torch.complex128)
-    bound = (1e-7 if exact else 1e-2) * float(whole.abs().max()) + (1e-13 if exact else 1e-6)
-    if not bool(((whole - apart).abs() <= bound).all()):
+    if not _is_alike(steps, start, gradients, dim):
         return False
+    with suppress(Untestable):  # it says so itself, on one device as well
+        large = [drawn(LARGE) for _ in range(FURTHER_STEPS)]
+        broken = [drawn(1.0) for _ in range(FURTHER_STEPS)]
+        broken[1].view(-1)[:1] = math.nan
+        if not (_is_alike(steps, start, large, dim) and _is_alike(steps, start, broken, dim)):
+            return False
     empty = start.narrow(dim, 0, 0)
-    _stepped(optimizer, group, empty, [empty] * 2)
+    steps(empty, [empty] * 2)
     return True
+
+
+def _is_alike(
+    steps: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
+    start: torch.Tensor,
+    gradients: list[torch.Tensor],
+    dim: int,
+) -> bool:
+    """Whether ``steps`` takes slices of ``start`` to where it takes the whole, in what is not finite, too."""
+    whole = steps(start, gradients) - start
+    third = start.shape[dim] // 3
+    sizes = [third, start.shape[dim] - third] if third else [start.shape[dim]]
+    cuts = [torch.split(gradient, sizes, dim) for gradient in gradients]
+    starts = torch.split(start, sizes, dim)
+    apart = torch.cat([steps(s, [cut[i] for cut in cuts]) for i, s in enumerate(starts)], dim) - start
+    finite = torch.isfinite(whole)
+    if not torch.equal(finite, torch.isfinite(apart)):
+        return False
+    whole, apart = whole[finite], apart[finite]
+    exact = start.dtype in (torch.float64, torch.complex128)
+    most = float(whole.abs().max()) if whole.numel() else 0.0
+    bound = (1e-7 if exact else 1e-2) * most + (1e-13 if exact else 1e-6)
+    return bool(((whole - apart).abs() <= bound).all())
 
 
 def _stepped(
