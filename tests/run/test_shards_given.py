@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,23 @@ def test_what_goes_in_and_out_of_a_layer_is_that_of_the_whole() -> None:
     assert on_four(body) == [body(net())] * 4
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+
+    @torch.jit.script
+    def scripted(v: torch.Tensor) -> torch.Tensor:
+        return (v * v).sum()
+
+
+class Squares(nn.Module):
+    def forward(self, v: torch.Tensor) -> torch.Tensor:
+        return (v * v).sum()
+
+
+def scripted_module() -> Any:
+    return torch.jit.script(Squares())
+
+
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "grad": lambda w: torch.func.grad(lambda v: v.norm())(w),
     "grad of a dict": lambda w: torch.func.grad(lambda v: v["w"].norm())({"w": w.detach()}),
@@ -165,6 +183,11 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "vmap of columns": lambda w: torch.vmap(lambda column: column.sum(), in_dims=1)(w.data),
     "of a closure": lambda w: torch.func.grad(lambda s: (w * s).sum())(torch.ones(())),
     "of a gradient": lambda w: torch.func.grad(lambda v: v.norm())(w.grad),
+    "scripted": lambda w: scripted(w),
+    "scripted values": lambda w: scripted(v=w.detach() * 2),
+    "a scripted module": lambda w: scripted_module()(w.data),
+    "nested": lambda w: torch.nested.nested_tensor([w.data, torch.ones(2, 12)]),
+    "nested as it is": lambda w: torch.nested.as_nested_tensor([w.grad], layout=torch.jagged),
 }
 
 

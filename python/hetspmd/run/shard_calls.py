@@ -70,8 +70,8 @@ class PartMark(Protocol):
     def into(self, name: str) -> ShardError:
         """The error of a function that would write the part to a whole tensor."""
 
-    def transformed(self) -> ShardError:
-        """The error of a transform of torch.func."""
+    def transformed(self, what: str) -> ShardError:
+        """The error of a transform of torch.func, and of what else asks no tensor's class."""
 
     def copied(self) -> NoReturn:
         """Raises the error of a copy."""

@@ -181,10 +181,10 @@ def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.Tensor.detach(t) if isinstance(t, Part) else t for t in tensors]
 
 
-def refuse_transform(tensor: object) -> None:
-    """Raises ShardError if user code gives a part to a transform of torch.func, which asks no tensor's class."""
+def refuse_transform(tensor: object, what: str) -> None:
+    """Raises ShardError if user code gives a part to ``what`` asks no tensor's class."""
     if isinstance(tensor, Part) and is_asked_by_user(sys._getframe(2)):
-        raise tensor.__dict__[MARK].transformed()
+        raise tensor.__dict__[MARK].transformed(what)
 
 
 def _is_served(frame: FrameType) -> bool:

@@ -81,11 +81,11 @@ class ShardMark:
             "squares: weight_decay of the optimizer)"
         )
 
-    def transformed(self) -> ShardError:
-        """The error of a transform of torch.func, which hands on a tensor that knows of no shard."""
+    def transformed(self, what: str) -> ShardError:
+        """The error of a transform of torch.func, or of ``what`` else hands on a tensor that knows of no shard."""
         whole = "full_gradients" if isinstance(self, GradientMark) else "full_tensors"
         return ShardError(
-            f"{self}: a transform of torch.func would see no more. Write, on every rank, hap.{whole}()"
+            f"{self}: {what} would see no more. Write, on every rank, hap.{whole}()"
             f"[{self.name!r}] in its place, or model = hap.full_module(), and transform that"
         )
 
