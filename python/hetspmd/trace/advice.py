@@ -55,6 +55,24 @@ _REWRITES: tuple[tuple[str, str], ...] = (
 )
 """What the failing line looks like, and its usual rewrite."""
 
+_FUNCTIONS: tuple[tuple[str, str], ...] = (
+    (
+        r"\bpack_(padded_)?sequence\b",
+        "run the recurrent layer over the padded batch and read what stands at the end of each sample, "
+        "out[torch.arange(len(lengths)), lengths - 1], or mask the rest; what is behind the end does not matter "
+        "there (but to a reversed direction)",
+    ),
+    (
+        r"\bgaussian_nll_loss\b",
+        "write it out: v = variance.clamp(min=1e-6); 0.5 * (v.log() + (mean - target).square() / v).mean()",
+    ),
+    (
+        r"\b(cov|corrcoef)\(",
+        "write the covariance of rows out: c = x - x.mean(1, keepdim=True); c @ c.T / (x.shape[1] - 1)",
+    ),
+)
+"""Functions of torch that look into their tensors, by the failing line or by what it calls, and what to write."""
+
 _GENERAL = (
     "Control flow or shapes that depend on the data must be rewritten with torch.where, masks or fixed sizes"
 )
@@ -74,7 +92,7 @@ def named_error(error: Exception, model: nn.Module) -> HetspmdError:
             "or raises AttributeError. Let it do so: object.__getattribute__(self, name) has both"
         )
     if kind in _UNTRACEABLE or "data-dependent" in text or "FakeTensor" in text or numpy:
-        advice = _rewrite(frame.line or "" if frame else "", [f.filename for f in frames])
+        advice = _rewrite(frame.line or "" if frame else "", frames)
         if frame and "_local_scalar_dense" in text and not re.search(_OF_THEIR_OWN, frame.line or ""):
             index = index_advice(_code_of(frame, error), frame.lineno or 0)
             advice = f". Here: {index}" if index else advice
@@ -110,7 +128,9 @@ def _code_of(frame: traceback.FrameSummary, error: Exception) -> CodeType | None
     return None
 
 
-def _rewrite(line: str, files: list[str]) -> str:
+def _rewrite(line: str, frames: traceback.StackSummary) -> str:
+    files = [f.filename for f in frames]
+    called = " ".join([line, *(f.name for f in frames if _is_torch(f.filename))])
     distributions = str(Path(torch.__file__).parent / "distributions")
     if any(name.startswith(distributions + os.sep) for name in files):
         return (
@@ -119,6 +139,9 @@ def _rewrite(line: str, files: list[str]) -> str:
         )
     if any(Path(name).name == "transformer.py" for name in files if _is_torch(name)):
         return ". Here nn.Transformer looks whether the mask is causal: say is_causal=True or is_causal=False"
+    for pattern, advice in _FUNCTIONS:
+        if re.search(pattern, called):
+            return f". Here: {advice}"
     for pattern, advice in _REWRITES:
         if re.search(pattern, line):
             return f". Here: {advice}"
