@@ -216,3 +216,14 @@ def test_other_tensors_are_transformed() -> None:
     w = net().a.weight.detach()
     for found in on_four(body):
         torch.testing.assert_close(found, w / w.norm())
+
+
+def test_a_shard_is_no_batch() -> None:
+    def body(hap: HAP) -> None:
+        for given in (hap.module.a.weight.detach(), hap.module.a.weight.data * 2):
+            with pytest.raises(
+                ShardError, match=r"a\.weight of .* lies in shards.*the model, which it is given to"
+            ):
+                hap(given)
+
+    on_four(body)

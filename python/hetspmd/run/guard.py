@@ -13,6 +13,7 @@ from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import BatchMismatchError, DeviceError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import shard
+from hetspmd.run.shards import marked
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat.trees import flatten, flatten_with_names, parts_of, spec_from_text
 from hetspmd.trace.graph import Graph
@@ -83,6 +84,14 @@ def match(
         if not _same(got, want):
             return None, f"{path} is {_text(got)}, the plan's {_text(want)}"
     return [leaves[i] for i in wanted.inputs], ""
+
+
+def refuse_shards(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ShardError for a batch in which a parameter or gradient lies of which this rank holds a part."""
+    for leaf in flatten((args, dict(kwargs)))[0]:
+        own = marked(leaf) if isinstance(leaf, torch.Tensor) else None
+        if own is not None:
+            raise own.refusal("the model, which it is given to,", "read")
 
 
 def refuse_own_rows(

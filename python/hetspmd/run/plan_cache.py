@@ -20,7 +20,7 @@ from hetspmd.run.beside import HostSide, Served
 from hetspmd.run.calling import TorchMode, calling_text, changing, parted
 from hetspmd.run.captured_regions import Captures
 from hetspmd.run.entry import Entry
-from hetspmd.run.guard import expected, match, refuse_own_rows
+from hetspmd.run.guard import expected, match, refuse_own_rows, refuse_shards
 from hetspmd.run.host_guard import Guard
 from hetspmd.run.known_parameters import KnownParameters
 from hetspmd.run.observer import Observer
@@ -238,6 +238,7 @@ class PlanCache:
     ) -> Entry:
         setting = self.setting
         self.entries[0].known_parameters.now()
+        refuse_shards(args, kwargs)
         for entry in self.entries:
             refuse_own_rows(entry.runner.program.outputs, setting.called, args, kwargs)
         if self.attendance is not None:
