@@ -58,6 +58,7 @@ from hetspmd.trace.dropout_attention import (
 )
 from hetspmd.trace.trace import trace
 from hetspmd.verify.comparison import largest_error
+from nets import Net
 from scheduled import lower
 from workbench import CPU, cluster, simulated_error, single_device
 
@@ -168,6 +169,28 @@ def test_without_dropout_or_with_the_gradient_of_a_bias_the_kernel_stays() -> No
     assert attentions(theory_of(model(efficient, 0.0))) == kernels
     learned = model(efficient, bias=nn.Parameter(torch.zeros(TOKENS, TOKENS)))
     assert attentions(theory_of(learned)) == kernels
+
+
+def test_an_output_may_be_the_query_of_another_attention() -> None:
+    """Its gradient reads it as well, and is not that of the first one."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        heads = net.layer(x).view(*x.shape[:2], HEADS, WIDTH).transpose(1, 2)
+        once = efficient(heads, heads, heads, 0.1, None)
+        return efficient(once, once, heads, 0.2, None).square().mean()
+
+    net = Net(forward, layer=nn.Linear(HEADS * WIDTH, HEADS * WIDTH)).double()
+    theory = theory_of(net)
+    by_state = {}
+    for instruction in theory.graph.instructions:
+        if instruction.op == FORWARD:
+            by_state[instruction.outputs[2]] = instruction.args[5]
+        elif instruction.op == BACKWARD:
+            assert by_state.pop(instruction.inputs[-1]) == instruction.args[8]
+    assert not by_state
+    plan = planned(theory, ("b", "b"))
+    want = single_device(theory, net, [batch()])
+    assert simulated_error(theory, plan.program, plan.lengths, net, [batch()], want) < 1e-9
 
 
 def test_a_forward_alone_is_traced() -> None:

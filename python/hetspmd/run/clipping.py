@@ -110,7 +110,8 @@ def _divided(
     from a shard is a part as that is, and another name for a whole parameter or gradient is that."""
     mine: list[tuple[torch.Tensor, ParameterPlace]] = []
     others: list[torch.Tensor] = []
-    shards, whole = _lying(registry)
+    unknown = any(id(tensor) not in registry for tensor in tensors)
+    shards, whole = _lying(registry) if unknown else ({}, {})
     for tensor in tensors:
         place = registry.get(id(tensor))
         if place is None and (own := marked(tensor)) is not None:

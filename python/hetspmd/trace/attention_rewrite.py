@@ -79,10 +79,9 @@ def _results(node: Node) -> Mapping[int, Sequence[Node]]:
 
 
 def _backwards(node: Node) -> Iterator[Node]:
-    """The calls that compute the gradient of a forward."""
-    found = (
-        u for taken in _results(node).values() for t in taken for u in _users(t) if u.target in _BACKWARDS
-    )
+    """The calls that compute the gradient of a forward: who reads its log-sum-exps. Its output may be the query of
+    another attention, whose gradient reads it, too."""
+    found = (u for t in _results(node).get(1, ()) for u in _users(t) if u.target in _BACKWARDS)
     return iter(dict.fromkeys(found))
 
 
