@@ -385,7 +385,9 @@ def test_a_gpu_takes_its_own_kernels(
     dtype: torch.dtype, masked: bool, groups: int, has_flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors of a GPU; whether it has the flash kernel is asked of torch, which is on a CPU here."""
-    monkeypatch.setattr(gpu_dropout, "can_use_flash_attention", lambda _: has_flash)
+    answers = iter([has_flash])  # it is asked once: what a user turns off meanwhile does not part the two
+    monkeypatch.setattr(gpu_dropout, "_ASKED", {})
+    monkeypatch.setattr(gpu_dropout, "can_use_flash_attention", lambda _: next(answers))
     with FakeTensorMode():
         query = torch.empty(4, 4, 30, 64, device="cuda", dtype=dtype)
         key = torch.empty(4, groups, 30, 64, device="cuda", dtype=dtype)

@@ -40,8 +40,21 @@ def _is_flash(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, ca
         and query.shape[3] <= _FLASH_WIDTH
         and (not causal or query.shape[2] == key.shape[2])
         and min(*query.shape, *key.shape) > 0
-        and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, causal, True))
+        and _may_be_flash(query, key, value, causal)
     )
+
+
+_ASKED: Final[dict[object, bool]] = {}
+"""What torch has said of tensors: it is asked once, so that a forward and its backward get the same answer whatever
+is turned on or off between them."""
+
+
+def _may_be_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Whether this GPU has the flash kernel for these."""
+    asked = query.device, query.dtype, query.shape, key.shape, causal
+    if asked not in _ASKED:
+        _ASKED[asked] = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, causal, True))
+    return _ASKED[asked]
 
 
 def _of_all(state: Tensor, query: Tensor) -> Tensor:
