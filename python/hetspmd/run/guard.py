@@ -136,7 +136,9 @@ def check_tensors(inputs: list[torch.Tensor], paths: list[str], device: torch.de
             raise DeviceError(f"{path} is on {tensor.device}, the model on {device}; move the batch")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise BatchMismatchError(
-                f"{path} requires a gradient; HAP computes gradients of parameters only, detach the batch"
+                f"{path} requires a gradient; HAP computes gradients of parameters only: detach the batch. Its own "
+                "gradient is that of a single-device copy, model = hap.full_module() on every rank, or is computed "
+                "in the model"
             )
 
 
