@@ -27,6 +27,9 @@ from workbench import cluster, simulated_error, single_device
 SAMPLES, TOKENS, WIDTH = 6, 5, 32
 
 
+TAKEN_APART = attention_calls._taken_apart
+
+
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_calls, "DEVICES", {"cpu"})
@@ -143,6 +146,23 @@ def test_a_mask_with_a_gradient_stays_as_it_is() -> None:
     model, x = net(lambda *t: sdpa(*t, model.mask))
     model.mask = nn.Parameter(torch.zeros(TOKENS, TOKENS))
     assert FORWARD not in attentions(derive(trace(model, (x,), {})))
+
+
+def test_torch_is_asked_in_a_trace_as_it_asks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_calls, "_taken_apart", TAKEN_APART)
+
+    def without_flash(*tensors: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):  # a CPU has none of the latter
+            return sdpa(*tensors)
+
+    assert attentions(derive(trace(*traceable(without_flash)))) == [FORWARD, BACKWARD]
+    kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert attentions(derive(trace(*traceable(sdpa)))) == [f"{kernel}.default", f"{kernel}_backward.default"]
+
+
+def traceable(attend: Callable[..., torch.Tensor]) -> Any:
+    model, x = net(attend)
+    return model, (x,), {}
 
 
 def test_a_model_may_turn_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from hetspmd.trace.compat.func_transforms import is_batched
+from hetspmd.trace.compat.tensors import attention_choice
 from hetspmd.trace.dropout_attention import NAMESPACE, for_heads
 from hetspmd.trace.gpu_attention import is_fused
 
@@ -91,12 +92,12 @@ class _Whole(TorchFunctionMode):
         return tensor.to(torch.get_autocast_dtype(self.device_type))
 
 
-def _taken_apart(*args: Any, **options: Any) -> bool:
+def _taken_apart(query: Tensor, *args: Any, **options: Any) -> bool:
     """Whether torch takes a call apart, unless the model has asked for that by turning the kernels off."""
     backends: Any = torch.backends.cuda
     if not backends.flash_sdp_enabled() and not backends.mem_efficient_sdp_enabled():
         return False
-    return bool(torch.ops.aten._fused_sdp_choice.default(*args, **options) == SDPBackend.MATH.value)
+    return attention_choice(query, *args, **options) == SDPBackend.MATH.value
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

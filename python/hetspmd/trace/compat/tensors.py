@@ -19,6 +19,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "as_plain",
+    "attention_choice",
     "fake_mode",
     "graph_is_kept",
     "has_kernel",
@@ -81,6 +82,13 @@ def has_kernel(op: Any, kind: str) -> bool:
     """Whether an op overload can run on devices of this kind (``cuda``), by a kernel of its own or in parts."""
     name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
     return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, kind.upper()))
+
+
+def attention_choice(query: torch.Tensor, *args: Any, **options: Any) -> int:
+    """The number of the kernel that ``scaled_dot_product_attention`` takes for these tensors on their device. A trace
+    that called the op would be told that it takes none."""
+    op, key = torch.ops.aten._fused_sdp_choice.default, query.device.type.upper()
+    return int(op._op_dk(getattr(torch._C.DispatchKey, key), query, *args, **options))
 
 
 def replace_node_registration(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
