@@ -85,8 +85,8 @@ def has_kernel(op: Any, kind: str) -> bool:
 
 
 def attention_choice(query: torch.Tensor, *args: Any, **options: Any) -> int:
-    """The number of the kernel that ``scaled_dot_product_attention`` takes for these tensors on their device. A trace
-    that called the op would be told that it takes none."""
+    """The number of the kernel that ``scaled_dot_product_attention`` takes for these tensors on their device. The
+    op itself tells a trace that it takes none."""
     op, key = torch.ops.aten._fused_sdp_choice.default, query.device.type.upper()
     return int(op._op_dk(getattr(torch._C.DispatchKey, key), query, *args, **options))
 
