@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ class Naming:
     input_paths: Sequence[str]
     input_leaves: Sequence[int]
     statics: tuple[Static, ...]
-    slots: Sequence[tuple[int | None, object]]
+    slots: Sequence[tuple[int | None, Any]]
     detached: Collection[int]
     updates: Mapping[int, str]
     changed: Mapping[int, str]
@@ -132,7 +133,7 @@ class _Assembler:
         )
         graph_buffers = tuple(Buffer(b.names, b.tensor, self._id(updated.get(b.name))) for b in buffers)
         leaves = tuple(
-            Output(None, value)  # type: ignore[arg-type]  # a literal
+            Output(None, value)
             if slot is None
             else Output(self._id(returned[slot]), detached=place in self.naming.detached)
             for place, (slot, value) in enumerate(self.naming.slots)

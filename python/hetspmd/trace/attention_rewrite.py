@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hetspmd.trace.compat.tensors import OpOverload
 from hetspmd.trace.dropout_attention import NAMESPACE, STATE
 
 aten = torch.ops.aten
@@ -52,8 +53,8 @@ def with_divisible_dropout(module: GraphModule) -> GraphModule:
 
 def _arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call by their names, with the defaults of those that it leaves out."""
-    arguments = {}
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # an OpOverload
+    arguments, op = {}, cast(OpOverload, node.target)
+    for place, argument in enumerate(op._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
         value = node.kwargs.get(argument.name, default)
         arguments[argument.name] = node.args[place] if place < len(node.args) else value
@@ -74,7 +75,7 @@ def _results(node: Node) -> Mapping[int, Sequence[Node]]:
     found: dict[int, list[Node]] = {}
     for user in node.users:
         if user.target is operator.getitem:
-            found.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]  # an index
+            found.setdefault(cast(int, user.args[1]), []).append(user)
     return found
 
 
@@ -89,7 +90,7 @@ def _is_known(node: Node, backward: Sequence[Node]) -> bool:
     """Whether nothing but its gradient reads of a forward what the project's op does not have."""
     if any(_arguments(b).get("grad_input_mask", (False,) * 4)[3] for b in backward):
         return False
-    if len(node.args[0].meta["val"].shape) != 4:  # type: ignore[union-attr]  # a node
+    if len(cast(Node, node.args[0]).meta["val"].shape) != 4:
         return False
     others = [t for place, taken in _results(node).items() if place >= STATE for t in taken]
     return all(user in backward for t in others for user in _users(t))
