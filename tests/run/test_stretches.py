@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +13,14 @@ import torch
 from ranks import lone, loss_of, on_ranks
 from small_models import Case, case
 from small_plans import random_plan
-from torch import fx
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetspmd.dist.random import Randomness
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import item, take_saved
+from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.run.compiled_regions import in_stretches
 from hetspmd.run.module import HAP
 from hetspmd.trace.compat.tensors import is_op
@@ -69,9 +74,9 @@ def test_the_default_compiler(name: str) -> None:
 
 
 def others(module: fx.GraphModule) -> list[Any]:
-    """The calls that no stretch takes, in their order."""
+    """The calls that no stretch takes, in their order, but for copies of what kernels read."""
     calls = [n.target for n in module.graph.nodes if n.op == "call_function" and not is_op(n.target)]
-    return [t for t in calls if t not in (take_saved, item, operator.getitem)]
+    return [t for t in calls if t not in (take_saved, item, operator.getitem, dense, dense_rows)]
 
 
 def test_what_is_between_the_stretches_keeps_its_order() -> None:
@@ -140,3 +145,111 @@ def test_a_compiler_that_does_not_exist_is_named() -> None:
     c = case("mlp")
     with pytest.raises(ExampleError, match="compile is True, False or a dict"):
         lone(c, compile="inductor")
+
+
+ONE = {
+    "devices": [{"flops": "1 GFLOP/s", "memory": "1GiB", "memory_bandwidth": "1GB/s"}],
+    "network": {"bandwidth": "1Gbit/s", "latency": "1us"},
+}
+
+
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().sum()
+    return loss
+
+
+@contextmanager
+def nobody_waits() -> Any:
+    yield
+
+
+def test_norms_and_attention_are_compiled_with_what_is_around_them() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    model = nn.Sequential(layer, nn.GroupNorm(1, 5)).double()
+    batch = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def body(communicator: Any) -> list[tuple[int, list[Any]]]:
+        hap = HAP(model, ONE, example=batch, loss=squares, process_group=communicator, compile=AOT)
+        (entry,) = hap._plans.entries
+        made = entry.runner._compiled.values()
+        return [(sum(n.op == "call_module" for n in m.graph.nodes), others(m)) for m in made]
+
+    (found,) = run_ranks(1, body)
+    assert found == [(1, []), (1, [])]
+
+
+class Living(TorchDispatchMode):
+    """How many of some tensors live when each product is computed."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.counts = [weakref.ref(t) for t in tensors], []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is aten.mm.default:
+            self.counts.append(sum(tensor() is not None for tensor in self.tensors))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_saved_tensors_go_within_a_stretch(elsewhere: bool) -> None:
+    graph = fx.Graph()
+    x, saved = graph.placeholder("x"), graph.placeholder("saved")
+    value, taken = x, []
+    for place in range(4):
+        taken.append(graph.call_function(take_saved, (saved, place)))
+        value = graph.call_function(aten.mm.default, (value, taken[-1]))
+    if elsewhere:  # the first is read after the stretch as well, and lives until then
+        drawn = graph.call_function(aten.bernoulli.p, (value, 0.5))
+        value = graph.call_function(aten.mul.Tensor, (drawn, taken[0]))
+    graph.output(value)
+    module = fx.GraphModule({}, graph)
+    made = in_stretches(module, AOT, nobody_waits)
+    given = [torch.rand(3, 3) for _ in range(4)]
+    with torch.no_grad():
+        torch.manual_seed(1)
+        want = module(given[0], list(given))
+        made(given[0], list(given))
+        box = [tensor.clone() for tensor in given]
+        with Living(box) as living:
+            torch.manual_seed(1)
+            torch.testing.assert_close(made(given[0], box), want)
+    assert box == [None] * 4
+    assert living.counts == ([4, 4, 3, 2] if elsewhere else [4, 3, 2, 1])
+
+
+@pytest.mark.slow
+def test_inputs_that_lie_otherwise_are_compiled_for() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    total = graph.call_function(aten.sub.Tensor, (x, graph.call_function(aten.exp.default, (y,))))
+    graph.output(graph.call_function(aten.relu.default, (total,)))
+    module = fx.GraphModule({}, graph)
+    made = in_stretches(module, {}, nobody_waits)
+    square, other = torch.randn(4, 4), torch.randn(4, 4)
+    for one, two in ((square, other), (square.t(), other), (square, other.t()), (square.double(), other)):
+        torch.testing.assert_close(made(one, two), module(one, two))
+
+
+@pytest.mark.slow
+def test_norms_of_tensors_that_a_compiler_lays_out_as_it_likes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1), nn.Flatten())
+    model = model.to(memory_format=torch.channels_last)
+    batch = torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last)
+    want = [p.grad for p in _trained(copy.deepcopy(model), batch)]
+
+    def body(communicator: Any) -> Any:
+        hap = HAP(model, ONE, example=batch, loss=squares, process_group=communicator, compile=True)
+        hap.run_lowered()
+        hap(batch).backward()
+        return [p.grad for p in model.parameters()]
+
+    (got,) = run_ranks(1, body)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def _trained(model: nn.Module, batch: torch.Tensor) -> list[nn.Parameter]:
+    squares(model, batch).backward()
+    return list(model.parameters())

@@ -22,6 +22,14 @@ DENSE: Final = frozenset(
 it were contiguous, refuses it if it is not, or the op is told strides. A slice of a whole tensor is not
 contiguous."""
 
+WRITTEN_OUT: Final = frozenset(
+    {
+        "aten.native_group_norm.default", "aten.native_group_norm_backward.default",
+        "aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default",
+    }
+)  # fmt: skip
+"""Those of :data:`DENSE` that compilers write out in smaller ops, which read values wherever they lie."""
+
 DENSE_ROWS: Final = (
     "aten._scaled_dot_product_", "aten._flash_attention_", "aten._efficient_attention_",
     "hetspmd_ops.dropout_attention",
@@ -34,6 +42,12 @@ def reader_of(op: str) -> Any:
     if op in DENSE:
         return dense
     return dense_rows if op.startswith(DENSE_ROWS) else None
+
+
+def lies_as_compiled(reader: Any, op: str) -> bool:
+    """Whether a compiler that is given ``reader`` with ``op`` lets what the op reads lie as it must: it knows what
+    torch's kernels of attention read, and writes others out (:data:`WRITTEN_OUT`)."""
+    return (reader is dense_rows and op.startswith("aten.")) or (reader is dense and op in WRITTEN_OUT)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

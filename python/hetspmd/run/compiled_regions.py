@@ -1,7 +1,8 @@
 """``HAP(..., compile=True)``: what lies between two communications of a local graph goes through ``torch.compile``.
 
-A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, and ``torch.compile`` sees it whole; collectives,
-random numbers and calls that are no ATen ops stay between.
+A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, with the copies that make their operands lie as the
+kernels read them, and ``torch.compile`` sees it whole; collectives, random numbers and other calls that are no ATen
+ops stay between.
 
 Stretches compile when they first run. That may take longer than other ranks wait, so they are told
 (:meth:`~hetspmd.dist.communicator.Communicator.busy`).
@@ -10,7 +11,7 @@ Stretches compile when they first run. That may take longer than other ranks wai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +19,18 @@ from torch import fx, nn
 
 from hetspmd.dist.random import may_draw
 from hetspmd.errors import ExampleError
-from hetspmd.run.stretches import Taken, cut
+from hetspmd.lower.emit import take_saved
+from hetspmd.rules.kernels import lies_as_compiled
+from hetspmd.run.stretches import TAKEN, Taken, cut
+from hetspmd.trace.compat.compiling import compiled_taking
 from hetspmd.trace.compat.tensors import is_op
 
 Busy = Callable[[], AbstractContextManager[None]]
-Made = dict[tuple[object, ...], Any]
-"""What was compiled, by what it computes, of which values."""
+Call = Callable[[list[Any]], Any]
+"""Computes a stretch: it is given its inputs as a list, which it may empty, and returns its outputs."""
+Made = dict[tuple[object, ...], tuple[Call, bool]]
+"""What was compiled, by what it computes, of which values, and whether it must be given values that lie so."""
+_STRIDE, _DTYPE = torch.Tensor.stride, torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a getset descriptor of C
 
 
 def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -59,31 +66,77 @@ def in_stretches(
         lambda stretch: _Stretch(stretch, options, busy, shared),
         begins=begins,
         reads=reads,
+        takes=True,
     )
 
 
 class _Stretch(nn.Module):
-    """A stretch. One that computes the same as another, of tensors of the same shapes, is compiled with it."""
+    """A stretch. One that computes the same as another, of tensors of the same shapes, is compiled with it.
+
+    It is given the list of the saved tensors first, if it takes some. Those go when the compiled stretch has read
+    them (:mod:`hetspmd.trace.compat.compiling`), where the compiler does that.
+    """
 
     def __init__(self, graph: fx.GraphModule, options: Mapping[str, Any], busy: Busy, made: Made) -> None:
         super().__init__()
         self._graph, self._options, self._busy, self._made = graph, options, busy, made
-        self._call: Any = None
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._taken: list[int] = [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
+        self._call: Call | None = None
+        self._like: tuple[list[object], ...] = ()
+        """What the inputs are like for which the stretch has been compiled."""
 
-    def forward(self, *values: Any) -> Any:
-        if self._call is not None:
-            return self._call(*values)
+    def forward(self, *given: Any) -> Any:
+        values = list(given)
+        if self._taken:
+            saved = values.pop(0)
+            values = [take_saved(saved, place) for place in self._taken] + values
+            del saved
+        del given
+        if self._call is None or not self._fits(values):
+            self._compile(values)
+        assert self._call is not None
+        return self._call(values)
+
+    def _fits(self, values: list[Any]) -> bool:
+        """Whether inputs lie as those for which the stretch has been compiled; their shapes are the program's."""
+        return not self._like or self._like == _likeness(values)
+
+    def _compile(self, values: list[Any]) -> None:
+        """Find or make the compiled stretch for inputs like these."""
         key = _text(self._graph.graph), *_kinds(values)
-        call = self._made.get(key)
-        if call is None:
-            call = torch.compile(self._graph, **{"fullgraph": True, "dynamic": False, **self._options})
-            with self._busy():
-                outputs = call(*values)
-            self._made[key] = call
-        else:
-            outputs = call(*values)
-        self._call = call
-        return outputs
+        self._like = ()
+        if key not in self._made:
+            self._made[key] = self._compiled(values)
+        self._call, checks = self._made[key]
+        if checks:
+            self._like = _likeness(values)
+
+    def _compiled(self, values: list[Any]) -> tuple[Call, bool]:
+        """What is called for the stretch, and whether inputs must be like those for which it is compiled."""
+        with self._busy():
+            taking = compiled_taking(self._graph, self._options, values)
+        if taking is not None:
+            return taking, True
+        whole = torch.compile(self._graph, **{"fullgraph": True, "dynamic": False, **self._options})
+        return _Whole(whole, self._busy), False
+
+
+class _Whole:
+    """What ``torch.compile`` has returned, which compiles at its first call."""
+
+    def __init__(self, call: Callable[..., Any], busy: Busy) -> None:
+        self._call, self._busy, self._first = call, busy, True
+
+    def __call__(self, values: list[Any]) -> Any:
+        """The outputs of the stretch."""
+        with self._busy() if self._first else nullcontext():
+            self._first = False
+            return self._call(*values)
+
+
+def _likeness(values: list[Any]) -> tuple[list[object], ...]:
+    return list(map(_STRIDE, values)), list(map(_DTYPE, values))
 
 
 def _text(graph: fx.Graph) -> str:
@@ -108,5 +161,10 @@ def _kinds(values: Sequence[Any]) -> Iterator[object]:
 
 
 def _compiles(node: fx.Node) -> bool:
-    """Whether a stretch takes a call: of an op that draws no random numbers, as attention without dropout is."""
-    return is_op(node.target) and not may_draw(node.target, node.args, node.kwargs)
+    """Whether a stretch takes a call: of an op that draws no random numbers, as attention without dropout is, or of
+    what such ops read their operands through."""
+    if is_op(node.target):
+        return not may_draw(node.target, node.args, node.kwargs)
+    return bool(node.users) and all(
+        _compiles(user) and lies_as_compiled(node.target, str(user.target)) for user in node.users
+    )

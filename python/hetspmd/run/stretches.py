@@ -2,7 +2,7 @@
 
 A stretch is a run of consecutive calls that are taken; whatever else is called stays between, in its order, which
 is the same on every rank. Tensors that were saved for the backward are taken where the stretch that reads them
-begins.
+begins, or by the stretch itself, if it alone reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from torch import fx, nn
 
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.trace.compat.tensors import is_op
+
+TAKEN = "taken"
+"""The key in the ``meta`` of an input of a stretch under which the place of the saved tensor stands that it is, if
+the stretch takes that itself."""
 
 FEWEST_CALLS = 2
 """Calls of the shortest stretch that compute something: nothing is saved by one alone."""
@@ -33,22 +37,32 @@ def cut(
     *,
     begins: Taken = lambda _: False,
     reads: Taken = lambda _: False,
+    takes: bool = False,
 ) -> fx.GraphModule:
     """A copy of a local graph, of a class called ``name``, whose stretches are what ``make`` makes of them.
 
     What a call with several results gives (:func:`~hetspmd.lower.emit.item`) is of the stretch that has the call.
     ``begins``: whether another stretch begins with a call. ``reads``: whether a call only reads what the graph was
     given; it stands before the stretch that needs it, as that of :func:`~hetspmd.lower.emit.take_saved` does.
+    ``takes``: what stands for a stretch takes those saved tensors that only the stretch reads: it is given their
+    list first, and then its other inputs. The inputs that it takes are the first of its graph (:data:`TAKEN`).
     """
-    return _Cut(module, name, taken, make, begins, reads).copied()
+    return _Cut(module, name, taken, make, begins, reads, takes).copied()
 
 
 class _Cut:
     def __init__(
-        self, module: fx.GraphModule, name: str, taken: Taken, make: Make, begins: Taken, reads: Taken
+        self,
+        module: fx.GraphModule,
+        name: str,
+        taken: Taken,
+        make: Make,
+        begins: Taken,
+        reads: Taken,
+        takes: bool,
     ) -> None:
         self._module, self._name, self._taken, self._make = module, name, taken, make
-        self._begins, self._reads = begins, reads
+        self._begins, self._reads, self._takes = begins, reads, takes
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
@@ -87,23 +101,35 @@ class _Cut:
             return
         inside = set(nodes)
         inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+        mine = [node for node in inputs if self._takes and _is_taken_by(node, inside)]
+        others = [node for node in inputs if node not in set(mine)]
         results = [node for node in nodes if any(user not in inside for user in node.users)]
         graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in inputs:
+        for node in (*mine, *others):
             values[node] = graph.placeholder(node.name)
+        for node in mine:
+            values[node].meta[TAKEN] = node.args[1]
         for node in nodes:
             values[node] = graph.node_copy(node, values.__getitem__)
         graph.output(tuple(values[node] for node in results))
         name = f"stretch_{sum(key.startswith('stretch_') for key in self._attributes)}"
         body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
         self._attributes[name] = self._make(body)
+        lists = [self._values[node.args[0]] for node in mine[:1]]  # type: ignore[index]  # a node
+        for node in mine:
+            self._graph.erase_node(self._values.pop(node))
         call = self._graph.create_node(
-            "call_module", name, tuple(self._values[n] for n in inputs), name=f"{nodes[0].name}_stretch"
+            "call_module", name, (*lists, *(self._values[n] for n in others)), name=f"{nodes[0].name}_stretch"
         )
         for index, node in enumerate(results):
             self._values[node] = self._graph.create_node(
                 "call_function", operator.getitem, (call, index), name=node.name
             )
+
+
+def _is_taken_by(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a node takes a saved tensor that only the nodes ``inside`` read."""
+    return node.target is take_saved and node.args[0].name == "saved" and inside.issuperset(node.users)  # type: ignore[union-attr]  # a node
 
 
 def _computes(node: fx.Node) -> bool:

@@ -1,0 +1,69 @@
+"""``torch.compile`` of a graph of ATen ops, which needs nothing of what reads Python's bytecode.
+
+What ``torch.compile`` returns holds all that it is called with until it returns, and looks at each of it in every
+call. A backend that is given the graph itself takes a list, and lets go of what is in it as it is read for the last
+time. That halves what a compiled backward holds, since what the forward has saved is freed on the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""A compiled graph: it is given its inputs in a list, which is empty afterwards, and returns its outputs."""
+
+TAKING: Final = frozenset({"inductor", "aot_eager"})
+"""Backends that let go of what is in a list."""
+
+OPTIONS: Final = frozenset({"backend", "mode", "options", "fullgraph"})
+"""Arguments of ``torch.compile`` that say nothing of how Python's bytecode is read."""
+
+MODES: Final = frozenset({None, "default", "max-autotune-no-cudagraphs"})
+"""Modes that do not capture what they have compiled: captures hold what they read."""
+
+
+def compiled_taking(
+    graph: fx.GraphModule, options: Mapping[str, Any], values: Sequence[object]
+) -> Compiled | None:
+    """``graph``, whose output is a tuple, compiled for tensors like ``values`` by ``torch.compile``'s ``options``.
+
+    None where that takes ``torch.compile`` itself: another backend, options that ask for more, or compiling that is
+    switched off.
+    """
+    backend, mode = options.get("backend", "inductor"), options.get("mode")
+    asked = options.get("options") or {}
+    if backend not in TAKING or mode not in MODES or not OPTIONS.issuperset(options):
+        return None
+    if "triton.cudagraphs" in asked or importlib.import_module("torch._dynamo.config").disable:
+        return None
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+    name = "_TorchCompileInductorWrapper" if backend == "inductor" else "_TorchCompileWrapper"
+    wrapper = getattr(torch, name)
+    given = (mode, dict(asked), False)
+    compiler = wrapper(*given) if backend == "inductor" else wrapper(backend, *given)
+    with importlib.import_module("torch._dynamo.convert_frame").compile_lock, _disable_current_modes():
+        return cast("Compiled", compiler(_of_a_list(graph), [list(values)]))
+
+
+def _of_a_list(graph: fx.GraphModule) -> fx.GraphModule:
+    """The graph, given its inputs as a list, of which torch knows that it may be emptied."""
+    copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    given = copy.placeholder("values")
+    given.meta["steal_arg"] = True
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for place, node in enumerate(inputs):
+        values[node] = copy.call_function(_item, (given, place))
+        values[node].name = node.name
+    copy.output(copy.graph_copy(graph.graph, values))
+    return fx.GraphModule(graph, copy, type(graph).__name__)
+
+
+def _item(values: list[torch.Tensor], place: int) -> torch.Tensor:
+    return values[place]
