@@ -144,7 +144,9 @@ class GraphWriter:
             if slice_ is whole:
                 return slice_
             kwargs = {"memory_format": torch.contiguous_format}
-            return self.call(f"{self.name(key)}_saved", aten.clone.default, (slice_,), kwargs)
+            return self.typed(
+                self.call(f"{self.name(key)}_saved", aten.clone.default, (slice_,), kwargs), key
+            )
 
     def write(self, step: Scheduled | NestedStep) -> None:
         """Append a step."""

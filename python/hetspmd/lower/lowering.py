@@ -32,15 +32,17 @@ def active_ranks(plan: Plan) -> tuple[int, ...]:
     return ranks_of(plan.cluster, plan.active)
 
 
-def lower_plan(plan: Plan, rank: int, device: torch.device, observer: Observer | None = None) -> LocalProgram:
+def lower_plan(
+    plan: Plan, rank: int, device: torch.device, observer: Observer | None = None, *, compiled: bool = False
+) -> LocalProgram:
     """The local program of a rank of the plan's cluster, be it idle, on ``device``.
 
-    ``observer`` is shown the graphs after each pass. Raises PlanError if the program cannot run by its schedule,
+    ``observer`` is shown the graphs after each pass. ``compiled``: what lies between communications will be compiled. Raises PlanError if the program cannot run by its schedule,
     or if the rows of an instruction cannot be had at once on two levels.
     """
     emitter = emitter_of(plan, rank, device)
     if plan.batches is None or not isinstance(emitter, ActiveEmitter):
-        return run_passes(emitter, observer)
+        return run_passes(emitter, observer, compiled=compiled)
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
     layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
     return run_passes(TurnEmitter(steps, layout, emitter, plan.step_plan.turns(rank)), observer)

@@ -8,15 +8,16 @@ state is taken from it before the next pass runs (``observer`` of :func:`run_pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from torch import fx
 
 from hetspmd.lower import fuse
 from hetspmd.lower.emit import drop_unread
-from hetspmd.lower.local_program import LocalProgram
+from hetspmd.lower.local_program import LocalGraphs, LocalProgram
 from hetspmd.lower.reuse import mark_spare
+from hetspmd.lower.saves import save_least
 
 
 class Graphs(Protocol):
@@ -41,10 +42,12 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True)
 class Lowering:
-    """The state of the lowering of one rank: who writes its graphs, and the graphs once they are written."""
+    """The state of the lowering of one rank: who writes its graphs, the graphs once they are written, and whether
+    what lies between communications will be compiled."""
 
     emitter: Emitter
     written: Graphs | None = None
+    compiled: bool = False
 
     @property
     def graphs(self) -> Graphs:
@@ -77,7 +80,14 @@ class Rewrite:
 
 def emit(state: Lowering) -> Lowering:
     """The state with graphs. Raises PlanError if the program reads what it has not produced."""
-    return Lowering(state.emitter, state.emitter.emit())
+    return replace(state, written=state.emitter.emit())
+
+
+def saves(state: Lowering) -> Lowering:
+    """The state whose forward saves what is least to hold, where it will be compiled, in one micro-batch."""
+    if state.compiled and isinstance(state.graphs, LocalGraphs):
+        save_least(state.graphs)
+    return state
 
 
 def check(graph: fx.Graph) -> None:
@@ -109,6 +119,11 @@ PASSES: Final[tuple[Pass, ...]] = (
         Rewrite(fuse.join_batch_norms),
     ),
     Pass(
+        "saves",
+        "saves what is least to hold where elementwise ops are compiled, which compute the rest again",
+        saves,
+    ),
+    Pass(
         "in-place",
         "lets elementwise ops write to an operand that nothing reads afterwards",
         Rewrite(fuse.write_in_place),
@@ -126,10 +141,10 @@ Observer = Callable[[int, Pass, Graphs], None]
 """Called after each pass with its place in the list, the pass, and the graphs, which it must leave as they are."""
 
 
-def run_passes(emitter: Emitter, observer: Observer | None = None) -> LocalProgram:
+def run_passes(emitter: Emitter, observer: Observer | None = None, *, compiled: bool = False) -> LocalProgram:
     """The local program that the passes make of what ``emitter`` writes. Raises PlanError if the program reads what
     it has not produced."""
-    state = Lowering(emitter)
+    state = Lowering(emitter, compiled=compiled)
     for place, each in enumerate(PASSES):
         state = each.run(state)
         if observer is not None:

@@ -85,4 +85,5 @@ class Setting:
     def lower(self, plan: Plan) -> LocalProgram:
         """The local graphs of this rank."""
         with without_autocast(self.device.type), self.communicator.busy():  # constants are computed here
-            return lower_plan(plan, self.communicator.rank, self.device)
+            compiled = self.compile_options is not None
+            return lower_plan(plan, self.communicator.rank, self.device, compiled=compiled)
