@@ -37,8 +37,9 @@ def lower_plan(
 ) -> LocalProgram:
     """The local program of a rank of the plan's cluster, be it idle, on ``device``.
 
-    ``observer`` is shown the graphs after each pass. ``compiled``: what lies between communications will be compiled. Raises PlanError if the program cannot run by its schedule,
-    or if the rows of an instruction cannot be had at once on two levels.
+    ``observer`` is shown the graphs after each pass. ``compiled``: what lies between communications will be
+    compiled. Raises PlanError if the program cannot run by its schedule, or if the rows of an instruction cannot be
+    had at once on two levels.
     """
     emitter = emitter_of(plan, rank, device)
     if plan.batches is None or not isinstance(emitter, ActiveEmitter):

@@ -8,7 +8,7 @@ state is taken from it before the next pass runs (``observer`` of :func:`run_pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from torch import fx
@@ -42,12 +42,10 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True)
 class Lowering:
-    """The state of the lowering of one rank: who writes its graphs, the graphs once they are written, and whether
-    what lies between communications will be compiled."""
+    """The state of the lowering of one rank: who writes its graphs, and the graphs once they are written."""
 
     emitter: Emitter
     written: Graphs | None = None
-    compiled: bool = False
 
     @property
     def graphs(self) -> Graphs:
@@ -58,11 +56,13 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass: its name, what it does in one line, and the function from a state to the next one."""
+    """A pass: its name, what it does in one line, and the function from a state to the next one. ``compiled``: it
+    runs only where what lies between communications will be compiled, or only where it will not be."""
 
     name: str
     what: str
     run: Callable[[Lowering], Lowering]
+    compiled: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,22 @@ class Rewrite:
         return state
 
 
+@dataclass(frozen=True)
+class Together:
+    """A pass that looks at the forward and the backward of a step together, if it is in one micro-batch."""
+
+    rewrite: Callable[[LocalGraphs], None]
+
+    def __call__(self, state: Lowering) -> Lowering:
+        """The state whose graphs are rewritten: they are those of ``state``."""
+        if isinstance(state.graphs, LocalGraphs):
+            self.rewrite(state.graphs)
+        return state
+
+
 def emit(state: Lowering) -> Lowering:
     """The state with graphs. Raises PlanError if the program reads what it has not produced."""
-    return replace(state, written=state.emitter.emit())
-
-
-def saves(state: Lowering) -> Lowering:
-    """The state whose forward saves what is least to hold, where it will be compiled, in one micro-batch."""
-    if state.compiled and isinstance(state.graphs, LocalGraphs):
-        save_least(state.graphs)
-    return state
+    return Lowering(state.emitter, state.emitter.emit())
 
 
 def check(graph: fx.Graph) -> None:
@@ -117,11 +123,13 @@ PASSES: Final[tuple[Pass, ...]] = (
         "batch-norms",
         "computes the pieces of a batch norm by one call, where a rank has the whole batch",
         Rewrite(fuse.join_batch_norms),
+        compiled=False,
     ),
     Pass(
         "saves",
         "saves what is least to hold where elementwise ops are compiled, which compute the rest again",
-        saves,
+        Together(save_least),
+        compiled=True,
     ),
     Pass(
         "in-place",
@@ -144,9 +152,10 @@ Observer = Callable[[int, Pass, Graphs], None]
 def run_passes(emitter: Emitter, observer: Observer | None = None, *, compiled: bool = False) -> LocalProgram:
     """The local program that the passes make of what ``emitter`` writes. Raises PlanError if the program reads what
     it has not produced."""
-    state = Lowering(emitter, compiled=compiled)
+    state = Lowering(emitter)
     for place, each in enumerate(PASSES):
-        state = each.run(state)
+        if each.compiled in (None, compiled):
+            state = each.run(state)
         if observer is not None:
             observer(place, each, state.graphs)
     return state.graphs.program()

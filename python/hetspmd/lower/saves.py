@@ -1,10 +1,11 @@
 """What a compiled step saves for its backward: the values that are least to hold.
 
-A compiler computes an elementwise op where its result is read, at next to no cost. So the backward need not be given
-what it reads: what elementwise ops compute may be computed again from less. Which values are saved is a minimum cut
-between what the forward computes and what the backward reads, through the elementwise ops and views between them;
-a value's capacity is its bytes. ``torch.compile`` decides so for what it compiles at once, forward and backward
-(``min_cut_rematerialization_partition``); here collectives stand between, and every rank cuts its own graphs.
+A compiler computes an elementwise op where its result is read, at next to no cost. So the backward need not be
+given what it reads: what elementwise ops compute may be computed again from less. Which values are saved is a
+minimum cut between what the forward computes and what the backward reads, through the elementwise ops and views
+between them; a value's capacity is its bytes. ``torch.compile`` decides so for what it compiles at once, forward
+and backward (``min_cut_rematerialization_partition``); here collectives stand between, and every rank cuts its
+own graphs.
 
 A value is not computed again
 
@@ -19,14 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx
 
-from hetspmd.dist.random import may_draw
 from hetspmd.lower.aliases import SILENT_VIEWS
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
 from hetspmd.lower.local_program import LocalGraphs
@@ -49,24 +49,26 @@ PASSED = frozenset(
 """Other ops that compilers join with what computes their operand."""
 
 NEARER, FARTHEST = 1.1, 100
-"""A value counts so many times more for each op between it and the nearest one that the backward reads, up to so many
-ops: of values of one size the nearest is saved, from which least is computed again."""
+"""A value counts so many times more for each op between it and the nearest one that the backward reads, up to so
+many ops: of values of one size the nearest is saved, from which least is computed again."""
+
+UNKNOWN = 1 << 50
+"""Bytes of what may be no tensor: it is saved where it has to be."""
 
 WRITTEN_FOR_IT = 2
 """A value that only elementwise ops read counts so often: it is written to memory only to be saved."""
 
 
 def save_least(graphs: LocalGraphs) -> None:
-    """Rewrite the graphs of a rank, in place, so that the forward saves the values of a minimum cut, and the backward
-    computes what it reads from those."""
+    """Rewrite the graphs of a rank, in place, so that the forward saves the values of a minimum cut, and the
+    backward computes what it reads from those."""
     if graphs.backward is None or not (before := _results(graphs.forward)[3]):
         return
     forward, backward = graphs.forward, graphs.backward
     saved = reading_less(forward, backward, before, graphs.device)
     saved = in_windows(forward, saved, graphs.device)
-    read = [saved[take.args[1]] for take in backward.nodes if take.target is take_saved]  # type: ignore[index]  # a place
-    held = {p.tensor for p in graphs.reference.parameters} | {b.tensor for b in graphs.reference.buffers}
-    cut = _Cut(forward, backward, saved, read, held)
+    read = [saved[take.args[1]] for take in backward.nodes if take.target is take_saved]
+    cut = _Cut(graphs, backward, saved, read)
     least = cut.least()
     better = cut.bytes_of(least) < cut.bytes_of(before)
     _Backward(backward, saved, set(least if better else read)).rewritten(forward)
@@ -97,7 +99,7 @@ def is_fused(node: fx.Node) -> bool:
     writes to no operand, a tensor that is filled, or a view."""
     if node.op == "get_attr" or is_view(node):
         return True
-    if not is_op(node.target) or may_draw(node.target, node.args, node.kwargs):
+    if not is_op(node.target) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     schema = node.target._schema
     if not schema.name.startswith("aten::") or schema.is_mutable or len(schema.returns) != 1:
@@ -113,14 +115,17 @@ def needs_memory(node: fx.Node) -> bool:
 
 
 class _Cut:
-    """The minimum cut for what a backward reads of a forward. ``saved``: the values that it may take, by their places;
-    ``read``: those that it takes; ``held``: tensors that stay for the step anyway."""
+    """The minimum cut for what a backward reads of a forward. ``saved``: the values that it may take, by their
+    places; ``read``: those that it takes."""
 
     def __init__(
-        self, forward: fx.Graph, backward: fx.Graph, saved: list[fx.Node], read: list[fx.Node], held: set[int]
+        self, graphs: LocalGraphs, backward: fx.Graph, saved: list[fx.Node], read: list[fx.Node]
     ) -> None:
-        self._order = {node: place for place, node in enumerate(forward.nodes)}
-        self._held, self._saved, self._read = held, saved, read
+        self._order = {node: place for place, node in enumerate(graphs.forward.nodes)}
+        self._reference, self._shape = graphs.reference, graphs.local_shape
+        self._held = {p.tensor for p in graphs.reference.parameters}
+        self._held |= {b.tensor for b in graphs.reference.buffers}
+        self._saved, self._read = saved, read
         self._written = self._written_in(backward) | self._far()
         self._distance = self._distances()
 
@@ -149,9 +154,9 @@ class _Cut:
         found = [node for node in seen if self._ends(node)[0] in before and self._ends(node)[1] not in before]
         return sorted(found, key=self._order.__getitem__)
 
-    def bytes_of(self, nodes: Iterable[fx.Node]) -> float:
+    def bytes_of(self, nodes: Iterable[fx.Node]) -> int:
         """Bytes of the memory in which values lie that does not stay anyway."""
-        sizes: dict[fx.Node, float] = {}
+        sizes: dict[fx.Node, int] = {}
         for node in nodes:
             owner, size = self._memory(node)
             sizes[owner] = max(size, sizes.get(owner, 0))
@@ -160,25 +165,30 @@ class _Cut:
     def _ends(self, node: fx.Node) -> tuple[int, int]:
         return 2 * self._order[node], 2 * self._order[node] + 1
 
-    def _memory(self, node: fx.Node) -> tuple[fx.Node, float]:
-        """What has the memory in which a value lies, and the bytes of that, as far as they are known; infinite for
-        what may be no tensor."""
-        sized = node
+    def _memory(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """What has the memory in which a value lies, and the bytes of that, as far as they are known."""
+        size = self._bytes(node)
         while is_view(node):
             node = node.all_input_nodes[0]
-            sized = node if SHAPE in node.meta else sized
-        if node.op == "get_attr" or (
-            node.op == "placeholder" and node.meta.get(VALUE, (-1,))[0] in self._held
-        ):
+            known = self._bytes(node)
+            size = size if known is None else known
+        held = node.op == "placeholder" and node.meta.get(VALUE, (-1,))[0] in self._held
+        if node.op == "get_attr" or held:
             return node, 0
-        if SHAPE not in sized.meta:
-            return node, inf
-        return node, prod(sized.meta[SHAPE]) * torch_dtype(sized.meta[DTYPE]).itemsize
+        return node, UNKNOWN if size is None else size
 
-    def _capacity(self, node: fx.Node) -> float:
+    def _bytes(self, node: fx.Node) -> int | None:
+        if SHAPE in node.meta:
+            return _size(node.meta[SHAPE], node.meta[DTYPE])
+        if VALUE not in node.meta:
+            return None
+        key = node.meta[VALUE]
+        return _size(self._shape(key), self._reference.tensors[key[0]].dtype)
+
+    def _capacity(self, node: fx.Node) -> int:
         """What it counts to save a value."""
         _, size = self._memory(node)
-        if size in (0, inf):
+        if size in (0, UNKNOWN):
             return size
         written = not is_fused(node) or any(map(needs_memory, _users(node)))
         far = NEARER ** min(self._distance[node], FARTHEST)
@@ -232,6 +242,10 @@ class _Cut:
             after = (found[user] + 1 for user in _users(node))
             found[node] = 1 if node in required else min(after, default=FARTHEST)
         return found
+
+
+def _size(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * torch_dtype(dtype).itemsize
 
 
 def _users(node: fx.Node) -> list[fx.Node]:

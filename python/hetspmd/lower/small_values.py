@@ -1,9 +1,9 @@
 """Saved values that say as much in fewer bytes, for a compiler that computes elementwise ops on the way.
 
-*Where the maxima of a pooling lie.* Torch says for each maximum where it lies in its plane, in eight bytes. A byte is
-enough for where it lies in its window. Of an output at row ``i`` and column ``j``, element ``(a, b)`` of a window of
-``k`` columns lies in row ``i s - p + a d`` and column ``j s - p + b d`` of the plane, of strides ``s``, paddings ``p``
-and dilations ``d``; it is element ``a k + b`` of the window.
+*Where the maxima of a pooling lie.* Torch says for each maximum where it lies in its plane, in eight bytes. A byte
+is enough for where it lies in its window. Of an output at row ``i`` and column ``j``, element ``(a, b)`` of a
+window of ``k`` columns lies in row ``i s - p + a d`` and column ``j s - p + b d`` of the plane, of strides ``s``,
+paddings ``p`` and dilations ``d``; it is element ``a k + b`` of the window.
 
 *Where a rectifier has cut.* The gradient of ``relu`` reads of its result only whether it is above the threshold.
 
@@ -50,7 +50,8 @@ def _masked(
     """Let the gradient of a rectifier read a mask."""
     gradient, take, threshold = node.args
     assert isinstance(take, fx.Node)
-    if take.target is not take_saved or SHAPE not in (result := saved[take.args[1]]).meta:  # type: ignore[index]  # a place
+    place: Any = take.args[1] if take.target is take_saved else None
+    if place is None or SHAPE not in (result := saved[place]).meta:
         return
     with node.graph.inserting_before(node):
         if (result, threshold) not in masks:
@@ -64,18 +65,18 @@ def _masked(
 
 
 def _of_a_shape(node: fx.Node, device: torch.device) -> None:
-    """Let the gradient of a pooling read a number that is shown as a tensor of the shape of the pooling's operand."""
+    """Let the gradient of a pooling read a number that is shown in the shape of the pooling's operand."""
     given: Any = node.args[1]
     if given.target is not take_saved or SHAPE not in given.meta:
         return
+    kwargs: dict[str, Any] = {"dtype": torch_dtype(given.meta[DTYPE]), "device": device}
     with node.graph.inserting_before(node):
-        kwargs = {"dtype": torch_dtype(given.meta[DTYPE]), "device": device}
         number = node.graph.call_function(aten.zeros.default, ([],), kwargs)
         shown = node.graph.call_function(aten.expand.default, (number, list(given.meta[SHAPE])))
     node.args = (node.args[0], shown, *node.args[2:])
 
 
-def _below(forward: fx.Graph, result: fx.Node, threshold: object) -> fx.Node:
+def _below(forward: fx.Graph, result: fx.Node, threshold: Any) -> fx.Node:
     """Where a result is not above a threshold."""
     with forward.inserting_after(result):
         mask = forward.call_function(aten.le.Scalar, (result, threshold))

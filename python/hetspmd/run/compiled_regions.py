@@ -21,7 +21,7 @@ from hetspmd.dist.random import may_draw
 from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import take_saved
 from hetspmd.rules.kernels import lies_as_compiled
-from hetspmd.run.stretches import TAKEN, Taken, cut
+from hetspmd.run.stretches import FREE, TAKEN, Taken, cut
 from hetspmd.trace.compat.compiling import compiled_taking
 from hetspmd.trace.compat.tensors import is_op
 
@@ -82,6 +82,7 @@ class _Stretch(nn.Module):
         self._graph, self._options, self._busy, self._made = graph, options, busy, made
         inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._taken: list[int] = [node.meta[TAKEN] for node in inputs if TAKEN in node.meta]
+        self._free = bool(graph.graph.output_node().meta[FREE])
         self._call: Call | None = None
         self._like: tuple[list[object], ...] = ()
         """What the inputs are like for which the stretch has been compiled."""
@@ -104,7 +105,7 @@ class _Stretch(nn.Module):
 
     def _compile(self, values: list[Any]) -> None:
         """Find or make the compiled stretch for inputs like these."""
-        key = _text(self._graph.graph), *_kinds(values)
+        key = _text(self._graph.graph), self._free, *_kinds(values)
         self._like = ()
         if key not in self._made:
             self._made[key] = self._compiled(values)
@@ -115,7 +116,7 @@ class _Stretch(nn.Module):
     def _compiled(self, values: list[Any]) -> tuple[Call, bool]:
         """What is called for the stretch, and whether inputs must be like those for which it is compiled."""
         with self._busy():
-            taking = compiled_taking(self._graph, self._options, values)
+            taking = compiled_taking(self._graph, self._options, values, free=self._free)
         if taking is not None:
             return taking, True
         whole = torch.compile(self._graph, **{"fullgraph": True, "dynamic": False, **self._options})

@@ -13,12 +13,16 @@ from typing import Any
 
 from torch import fx, nn
 
-from hetspmd.lower.emit import item, take_saved
+from hetspmd.lower.emit import SHAPE, item, take_saved
 from hetspmd.trace.compat.tensors import is_op
 
 TAKEN = "taken"
 """The key in the ``meta`` of an input of a stretch under which the place of the saved tensor stands that it is, if
 the stretch takes that itself."""
+
+FREE = "free"
+"""The key in the ``meta`` of a stretch's output that says whether results may lie in memory in any order: they are
+only saved for the backward, or have too few dims to lie otherwise."""
 
 FEWEST_CALLS = 2
 """Calls of the shortest stretch that compute something: nothing is saved by one alone."""
@@ -63,6 +67,7 @@ class _Cut:
     ) -> None:
         self._module, self._name, self._taken, self._make = module, name, taken, make
         self._begins, self._reads, self._takes = begins, reads, takes
+        self._only_saved = _only_saved(module.graph)
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, Any] = {}
@@ -111,7 +116,8 @@ class _Cut:
             values[node].meta[TAKEN] = node.args[1]
         for node in nodes:
             values[node] = graph.node_copy(node, values.__getitem__)
-        graph.output(tuple(values[node] for node in results))
+        output = graph.output(tuple(values[node] for node in results))
+        output.meta[FREE] = all(self._is_free(node, inside) for node in results)
         name = f"stretch_{sum(key.startswith('stretch_') for key in self._attributes)}"
         body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
         self._attributes[name] = self._make(body)
@@ -125,6 +131,26 @@ class _Cut:
             self._values[node] = self._graph.create_node(
                 "call_function", operator.getitem, (call, index), name=node.name
             )
+
+    def _is_free(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Whether a result of a stretch may lie in memory in any order."""
+        if len(node.meta.get(SHAPE, (0,) * 3)) < 3:
+            return True
+        return node in self._only_saved and all(user in inside or user.op == "output" for user in node.users)
+
+
+def _only_saved(graph: fx.Graph) -> set[fx.Node]:
+    """What a forward only saves."""
+    (results,) = graph.output_node().args
+    if (
+        not isinstance(results, (tuple, list))
+        or len(results) != 4
+        or not isinstance(results[3], (tuple, list))
+    ):
+        return set()
+    returned: set[Any] = set()
+    fx.map_arg(tuple(results[:3]), returned.add)
+    return {node for node in results[3] if isinstance(node, fx.Node)} - returned
 
 
 def _is_taken_by(node: fx.Node, inside: set[fx.Node]) -> bool:

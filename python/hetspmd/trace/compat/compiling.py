@@ -29,10 +29,11 @@ MODES: Final = frozenset({None, "default", "max-autotune-no-cudagraphs"})
 
 
 def compiled_taking(
-    graph: fx.GraphModule, options: Mapping[str, Any], values: Sequence[object]
+    graph: fx.GraphModule, options: Mapping[str, Any], values: Sequence[object], *, free: bool = False
 ) -> Compiled | None:
     """``graph``, whose output is a tuple, compiled for tensors like ``values`` by ``torch.compile``'s ``options``.
 
+    ``free``: its outputs may lie in memory in any order, as convolutions give them.
     None where that takes ``torch.compile`` itself: another backend, options that ask for more, or compiling that is
     switched off.
     """
@@ -46,8 +47,10 @@ def compiled_taking(
         return None
     name = "_TorchCompileInductorWrapper" if backend == "inductor" else "_TorchCompileWrapper"
     wrapper = getattr(torch, name)
-    given = (mode, dict(asked), False)
-    compiler = wrapper(*given) if backend == "inductor" else wrapper(backend, *given)
+    if backend == "inductor":
+        compiler = wrapper(mode, {**({"keep_output_stride": False} if free else {}), **asked}, False)
+    else:
+        compiler = wrapper(backend, mode, dict(asked), False)
     with importlib.import_module("torch._dynamo.convert_frame").compile_lock, _disable_current_modes():
         return cast("Compiled", compiler(_of_a_list(graph), [list(values)]))
 
