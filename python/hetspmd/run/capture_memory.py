@@ -73,7 +73,9 @@ class CapturedStretch:
 class Variant:
     """What was captured for one set of places of parameters and buffers."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], pool: Any) -> None:
+        self.pool = pool
+        """Where what is captured lies."""
         self.captured: dict[int, CapturedStretch] = {}
         """By the number of the stretch."""
         self.inputs: list[torch.Tensor] = []

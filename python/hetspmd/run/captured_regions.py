@@ -8,7 +8,9 @@ one it is captured (:mod:`hetspmd.run.capturer`), and from then on it is repeate
 Parameters and buffers are read where they are: a ``Variant`` is what was captured for one set of places. The
 batch is copied to places of its own in each step, and so is what collectives deliver. The outputs of a stretch
 stay where they are, and nothing else lies there: other stretches, the collectives and the backward read them
-there. Only what a capture needs within itself lies in the pool that all captures have in common.
+there. What a capture needs within itself lies in a pool that the captures of a variant have in common: they are
+repeated in the order in which they were made, so that no one works where the outputs of another are still needed.
+Steps of other variants may come between a forward and its backward, and have pools of their own.
 
 **Until when.** The next repetition overwrites them. So whatever leaves the step is a copy: the loss, the other
 outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
@@ -180,7 +182,7 @@ class Captures:
                 self._reasons.tell(MOVING)
                 return None, MOVING
             self._made += 1
-            variant = Variant([*tensors, *self._constants])
+            variant = Variant([*tensors, *self._constants], self._capturer.pool())
         self._variants[places] = variant
         variant.steps += 1
         while len(self._variants) > VARIANTS:
@@ -242,7 +244,7 @@ class Captures:
                 copied.append((index, given[index]))
         drawn = self._randomness.generators if region.draws else ()
         with ordinary():
-            capture = self._capturer.capture(partial(region.body, *given), drawn)
+            capture = self._capturer.capture(partial(region.body, *given), drawn, variant.pool)
             capture = Capture(without_views(capture.outputs), capture.replay)
         for output in (*capture.outputs, *(to for _, to in copied)):
             variant.own(output if isinstance(output, (tuple, list)) else [output])

@@ -48,7 +48,7 @@ class Capturing:
     required: bool = False
     reasons: Reasons = field(default_factory=Reasons)
     busy: Lock = field(default_factory=Lock)
-    """Whoever runs captured has it: captures have their memory in common."""
+    """Whoever runs captured has it: captures have their memory, and their stream, in common."""
 
     @classmethod
     def of(cls, asked: CudaGraphs, device: torch.device, *, compiled: bool) -> Capturing:
