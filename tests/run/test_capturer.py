@@ -64,7 +64,8 @@ def test_it_captures_on_its_stream_into_the_pool(monkeypatch: pytest.MonkeyPatch
     cuda = Cuda(monkeypatch)
     capturer = CudaCapturer(torch.device("cuda:1"))
     assert capturer.warm_up(lambda: cuda.calls.append("called") or 5) == 5
-    assert (pool := capturer.pool()) == "pool"
+    pool = capturer.pool()
+    assert pool == "pool"
     on, *warmed, beside = cuda.calls
     assert on == beside == ("on", "cuda:1")
     assert warmed == ["side waits for cuda:1", "on side", "called", "cuda:1 waits for side"]

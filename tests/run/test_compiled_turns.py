@@ -20,8 +20,8 @@ import hetspmd
 from hetspmd.lower.emit import instructions
 from hetspmd.lower.turn_writer import accumulate
 from hetspmd.run import compiled_regions
-from hetspmd.run.compiled_turns import put_sum, sum_of
 from hetspmd.run.module import HAP
+from hetspmd.run.turn_graphs import put_sum, sum_of
 from hetspmd.trace.compat.tensors import is_op
 
 aten = torch.ops.aten

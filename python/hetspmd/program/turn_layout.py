@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.level_layout import LevelLayout, Rows
 from hetspmd.program.levels import InsideCollective
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.turn_lengths import Table
@@ -35,6 +35,10 @@ class TurnLayout(LevelLayout):
         if axis not in self._turns:
             self._turns[axis] = self.batches.table(axis, self.lengths.units[axis])
         return self._turns[axis]
+
+    def drawn_alike(self, instruction: int, rows: Rows) -> bool:
+        """Whether a random instruction draws slices of which several devices have the same; a lone one has none."""
+        return self.lengths.world > 1 and super().drawn_alike(instruction, rows)
 
     def is_nothing(self, step: object) -> bool:
         """Whether a step is a collective of a lone device: the value is there."""
