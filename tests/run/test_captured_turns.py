@@ -14,7 +14,7 @@ from captures import all_captured, both, compared, equal, steps_of, trained
 from program_builder import divided_in_the_loop
 from ranks import loss_of, own_gradient
 from small_models import Case, case
-from small_plans import cluster
+from small_plans import cluster, segmented_in_turns
 from test_captures_fallen_back import gradients, sgd, step
 from test_micro_batches_training import Model, batch
 
@@ -259,6 +259,14 @@ def test_devices_in_turns_of_their_own() -> None:
     numbers = [re.findall(r"turn (\d)", report.split("plan 1")[0]) for report in reports]
     assert numbers == [["0"], ["0", "1", "2", "3"], ["0", "1"]]
     assert not any("steps without" in report for report in reports)
+
+
+@pytest.mark.parametrize("name", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
+def test_segments(name: str) -> None:
+    """What crosses a cut is exchanged in each turn, between the stretches."""
+    c = case(name)
+    reports = compared(c, segmented_in_turns(c, 4))
+    assert all("4 steps by captures" in report for report in reports)
 
 
 @pytest.mark.slow
