@@ -16,6 +16,9 @@ Steps of other variants may come between a forward and its backward, and have po
 outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
 cannot run any more, and a forward that comes before that runs uncaptured.
 
+**Turns.** Of a step in micro-batches the stretches of each turn are captured, by which turns that are alike run
+one after the other (:mod:`hetspmd.run.captured_turns`).
+
 **Threads.** One at a time runs captured; another one that comes meanwhile runs uncaptured.
 
 Whatever is not as it was captured runs uncaptured, which is always right, and :meth:`Captures.report` says why.
