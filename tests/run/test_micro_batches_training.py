@@ -278,6 +278,30 @@ def test_rows_that_the_model_keeps_are_refused() -> None:
     tells(MicroBatchError, "rows of the batch in an attribute", Leaves())
 
 
+class Settles(Model):
+    """Sets in its first forward what it reads, as models of transformers do."""
+
+    kind: str | None = None
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.kind is None:
+            self.kind = "classes"
+        return super().forward(ids, labels)
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+def test_a_plan_serves_the_same_step_in_another_state() -> None:
+    """Though it leaves outputs out."""
+
+    def body(hap: HAP) -> int:
+        for step in range(3):
+            hap(**batch(9, step))["loss"].backward()
+        return len(hap._plans.runners())
+
+    assert on_ranks(body, Settles().double()) == [1] * 3
+    assert on_ranks(body, Settles().double(), micro_batches=1, loss_only=True) == [1] * 3
+
+
 class Rows(Model):
     """A weight, or what is kept of the scores, for each sample."""
 
