@@ -4,8 +4,8 @@
     python scripts/gpu/cuda_graphs.py --device cpu --small
 
 BERT-base and GPT-2 small under autocast to bfloat16, at the batch of ordinary training and with few rows, where
-the host limits the step; and BERT with dropout, whose random numbers must be drawn anew in each step. Each
-check is a line of JSON, and so is each arm that is timed.
+the host limits the step; and BERT with dropout, whose random numbers must be drawn anew in each step, also in
+micro-batches. Each check is a line of JSON, and so is each arm that is timed.
 
 A *check* is a loop that runs twice, with graphs and without, from the same weights and seed: losses, norms of
 the gradients and the final parameters are compared. It has what graphs could get wrong: another batch shape,
@@ -51,8 +51,10 @@ POINTS: dict[str, tuple[str, Mapping[str, int], float]] = {
     "GPT-2, few rows": ("GPT-2", FEW["GPT-2"], 0.0),
     "GPT-2": ("GPT-2", {}, 0.0),
     "BERT, dropout": ("BERT", FEW["BERT"], 0.1),
+    "BERT, micro-batches": ("BERT", {"batch": 16, "tokens": 128}, 0.1),
 }
 """The model, what is not as in ``benches/gpu``, and the probability of dropout."""
+MICRO_BATCHES = {"BERT, micro-batches": 4}
 TOLERANCE = 0.02
 """Of losses and norms in bfloat16, as a part of the value."""
 
@@ -64,6 +66,7 @@ class Point:
         self.model, own, self.dropout = POINTS[name]
         self.size = SMALL if small else {**ONE_GPU_MODELS[self.model], **own}
         self.device = device
+        self.micro_batches = MICRO_BATCHES.get(name, 1)
         self.autocast = partial(autocast_to, "bfloat16", device)
         self._plan: hetspmd.Plan | None = None
 
@@ -80,7 +83,9 @@ class Point:
         model, batch = self.built()
         torch.manual_seed(1)
         asked = graphs if self.device == "cuda" or not graphs else SimulatedCapturer()
-        options = {} if self._plan is None else {"plan": self._plan, "check_plan": False}
+        options: dict[str, Any] = {"plan": self._plan, "check_plan": False}
+        if self._plan is None:
+            options = {"micro_batches": self.micro_batches}
         hap = wrapped(model, batch, self.autocast, self.device, cuda_graphs=asked, **options)
         hap.run_lowered()
         self._plan = hap.plan

@@ -25,9 +25,11 @@ from hetspmd.lower import active_ranks
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.optimize.in_micro_batches import in_micro_batches
+from hetspmd.optimize.partition import partition, segmented
 from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
@@ -200,6 +202,18 @@ def test_levels_of_zero_as_counted(level: int) -> None:
     held = counted("GPT-2", plan)
     for rank, predicted in enumerate(prompt_peaks(plan)):
         assert predicted * (1 - SPARED) <= held[rank] <= predicted * (1 + CLOSE), (level, rank)
+
+
+def test_segments_in_micro_batches_as_counted() -> None:
+    """With ratios of their own, and what is exchanged in each micro-batch."""
+    theory, _ = in_micro_batches(theory_of("GPT-2"), 3)
+    theory = segmented(theory, partition(theory, [1.0] * len(theory.graph.instructions), 2))
+    batches = micro_batches(theory, 3)
+    ratios = ((0.6, 0.3, 0.1), (0.3, 0.3, 0.4))
+    plan = plan_for(theory, cluster(4, 2, 1), known.data_parallel(theory), ratios, batches=batches)
+    held = counted("GPT-2", plan)
+    for rank, predicted in enumerate(prompt_peaks(plan)):
+        assert predicted * (1 - SPARED) <= held[rank] <= predicted * (1 + CLOSE), rank
 
 
 @pytest.mark.parametrize("count", [1, 3])

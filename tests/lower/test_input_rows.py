@@ -10,7 +10,7 @@ from machine_plans import machine_plan
 from program_builder import divided_in_the_loop
 from ranks import loss_of, on_ranks
 from small_models import Case, case
-from small_plans import cluster, random_plan, segmented_plan
+from small_plans import cluster, random_plan, segmented_in_turns, segmented_plan
 
 import hetspmd
 from hetspmd.lower.input_rows import input_rows, merged
@@ -93,6 +93,13 @@ def test_turns_of_their_own(name: str) -> None:
     own = in_own_turns(theory, batches, (1, 3, 2))
     plan = plan_for(theory, cluster(3, 2, 1), divided_in_the_loop(theory, 0), (0.5, 0.3, 0.2), batches=own)
     assert check(c, plan) > 0
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+def test_segments_in_micro_batches(name: str) -> None:
+    c = case(name, **({"dropout": 0.0} if name == "attention" else {}))
+    assert check(c, segmented_in_turns(c, 3)) > 0
 
 
 def test_an_idle_rank_needs_nothing() -> None:

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from captures import equal, trained
 from ranks import loss_of
 from small_models import Case, case
-from small_plans import ahead_plan, random_plan, segmented_plan
+from small_plans import ahead_plan, cluster, random_plan, segmented_in_turns, segmented_plan
 
+import hetspmd
 from hetspmd.dist.random import Randomness
+from hetspmd.errors import MicroBatchError
+from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.run.simulated_capture import SimulatedCapturer
 
@@ -33,6 +36,15 @@ def smaller_batches(hap: HAP, c: Case) -> list[torch.Tensor]:
     return found
 
 
+def plans_in_turns(c: Case) -> list[Plan]:
+    """In micro-batches: with parameters that are gathered in each of them, and in segments."""
+    try:
+        zero = hetspmd.compile(copy.deepcopy(c.model), c.batch, cluster(1, 2, 3), micro_batches=4, zero=3)
+    except MicroBatchError:  # batch norm
+        return []
+    return [zero, segmented_in_turns(c, 3)]
+
+
 def worker(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
@@ -44,6 +56,7 @@ def worker(rank: int, world: int, folder: str) -> None:
             random_plan(c, world, 2),
             segmented_plan(c, world),
             ahead_plan(c, world, 3),
+            *plans_in_turns(c),
         ]
         for plan in plans:
             found = []

@@ -11,12 +11,15 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import StepCost
 from hetspmd.optimize.compiler import plan_for
+from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SearchReport
-from hetspmd.program.lengths import Lengths
+from hetspmd.program.lengths import Lengths, Matrix
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import make_schedule
+from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from scheduled import one_fragment, rescheduled
 
@@ -44,13 +47,24 @@ def handmade_plan(case: Case, program: Program, lengths: Lengths) -> Plan:
 
 def segmented_plan(case: Case, world: int) -> Plan:
     """Data parallelism in two segments: in one the first rank has the most, in the other it has nothing."""
-    theory = case.theory
+    cut, ratios = _cut(case.theory, world)
+    return plan_for(cut, cluster(*range(1, world + 1)), known.data_parallel(cut), ratios)
+
+
+def segmented_in_turns(case: Case, count: int) -> Plan:
+    """The same of three ranks, in so many micro-batches."""
+    cut, ratios = _cut(in_micro_batches(case.theory, count)[0], 3)
+    batches = micro_batches(cut, count)
+    constraints = composed(cut, batches, known.data_parallel(cut))
+    return plan_for(cut, cluster(1, 2, 3), constraints, ratios, batches=batches)
+
+
+def _cut(theory: Theory, world: int) -> tuple[Theory, Matrix]:
     cut = segmented(theory, partition(theory, [1.0] * len(theory.graph.instructions), 2))
     assert cut.axes.segments == 2
     first = [float(world - r) for r in range(world)]
     second = [float(r) for r in range(world)]
-    ratios = tuple(tuple(x / sum(row) for x in row) for row in (first, second))
-    return plan_for(cut, cluster(*range(1, world + 1)), known.data_parallel(cut), ratios)
+    return cut, tuple(tuple(x / sum(row) for x in row) for row in (first, second))
 
 
 def ahead_plan(case: Case, world: int, groups: int) -> Plan:

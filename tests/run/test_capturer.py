@@ -60,17 +60,19 @@ class Cuda:
             patch.setattr(torch.cuda, name, value)
 
 
-def test_it_captures_on_its_stream_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_captures_on_its_stream_into_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     capturer = CudaCapturer(torch.device("cuda:1"))
     assert capturer.warm_up(lambda: cuda.calls.append("called") or 5) == 5
-    on, *warmed = cuda.calls
-    assert on == ("on", "cuda:1")
+    pool = capturer.pool()
+    assert pool == "pool"
+    on, *warmed, beside = cuda.calls
+    assert on == beside == ("on", "cuda:1")
     assert warmed == ["side waits for cuda:1", "on side", "called", "cuda:1 waits for side"]
     for number in range(2):
         cuda.calls.clear()
         generator = torch.Generator()
-        capture = capturer.capture(lambda n=number: cuda.calls.append("called") or [n], (generator,))
+        capture = capturer.capture(lambda n=number: cuda.calls.append("called") or [n], (generator,), pool)
         begins = ("begins", "pool", "side", "thread_local")
         assert cuda.calls == [("registered", generator), ("on", "cuda:1"), begins, "called", "ends"]
         assert capture.outputs == [number]
@@ -87,7 +89,7 @@ def test_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
-        capturer.capture(call, ())
+        capturer.capture(call, (), capturer.pool())
 
 
 def test_torch_has_what_is_asked_of_it() -> None:

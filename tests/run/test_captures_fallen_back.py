@@ -375,10 +375,6 @@ def test_errors_have_their_place() -> None:
             {"cuda_graphs": SimulatedCapturer(), "compile": True},
             "what torch.compile has made is not captured yet",
         ),
-        (
-            {"cuda_graphs": SimulatedCapturer(), "micro_batches": 3, "loss_only": True},
-            "a step in micro-batches is not captured yet",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], why: str) -> None:

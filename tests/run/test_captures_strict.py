@@ -49,6 +49,27 @@ def other_numbers(hap: HAP, c: Case) -> Any:
     return found
 
 
+def evaluated_between(hap: HAP, c: Case) -> Any:
+    """Evaluations come before the first step, and between the forward and the backward of each."""
+    found = []
+
+    def evaluate() -> None:
+        hap.eval()
+        with torch.no_grad():
+            found.append(loss_of(hap(**c.batch)).item())
+        hap.train()
+
+    for _ in range(3):
+        evaluate()
+    for _ in range(4):
+        hap.zero_grad()
+        loss = loss_of(hap(**c.batch))
+        evaluate()
+        loss.backward()
+        found += [p.grad.clone() for p in hap.parameters() if p.grad is not None]
+    return found
+
+
 def _as_they_are(_: Any, tensors: Any) -> Any:
     return list(tensors)
 
@@ -75,6 +96,11 @@ def _no_copies(patch: pytest.MonkeyPatch) -> None:
     _anywhere(patch)
 
 
+def _one_pool(patch: pytest.MonkeyPatch) -> None:
+    pool: list[Any] = []
+    patch.setattr(SimulatedCapturer, "pool", lambda _: pool)
+
+
 PRECAUTIONS: dict[str, tuple[Callable[[HAP, Case], Any], Callable[[pytest.MonkeyPatch], object]]] = {
     "copies of what is handed out": (
         trained, lambda patch: patch.setattr(Held, "copies", _as_they_are),
@@ -83,6 +109,7 @@ PRECAUTIONS: dict[str, tuple[Callable[[HAP, Case], Any], Callable[[pytest.Monkey
         two_forwards, lambda patch: patch.setattr(Variant, "is_held", lambda _: False),
     ),
     "where parameters are": (moved, _anywhere),
+    "pools of their own": (evaluated_between, _one_pool),
     "copies of the batch": (in_another_order, _no_copies),
 }  # fmt: skip
 
@@ -106,7 +133,8 @@ def test_generators_are_those_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def capture(call: Callable[[], Any], *generators: torch.Generator) -> Any:
-    return SimulatedCapturer().capture(call, generators)
+    capturer = SimulatedCapturer()
+    return capturer.capture(call, generators, capturer.pool())
 
 
 def test_nothing_happens_while_calls_are_captured() -> None:
@@ -135,6 +163,21 @@ def test_what_passes_is_rubbish_afterwards() -> None:
     made.replay()
     assert made.outputs.tolist() == [3.0] * 3
     assert passing[0].isnan().all()
+
+
+def test_what_was_captured_later_is_rubbish_after_a_repetition() -> None:
+    """Where it was captured into the same pool."""
+    capturer = SimulatedCapturer()
+    one, other = capturer.pool(), capturer.pool()
+    first, second, third = (
+        capturer.capture(lambda: torch.ones(3) * 2 + 1, (), pool) for pool in (one, one, other)
+    )
+    for made in (first, second, third):
+        made.replay()
+    second.replay()
+    assert [made.outputs.isnan().any().item() for made in (first, second, third)] == [False] * 3
+    first.replay()
+    assert [made.outputs.isnan().any().item() for made in (first, second, third)] == [False, True, False]
 
 
 @pytest.mark.parametrize(

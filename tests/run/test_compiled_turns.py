@@ -11,7 +11,7 @@ import torch
 from evaluations import ask
 from ranks import on_ranks
 from small_models import Case, case
-from small_plans import cluster
+from small_plans import cluster, segmented_in_turns
 from test_micro_batches_training import Model, batch, trained
 from test_stretches import stepped
 from torch import fx, nn
@@ -20,8 +20,8 @@ import hetspmd
 from hetspmd.lower.emit import instructions
 from hetspmd.lower.turn_writer import accumulate
 from hetspmd.run import compiled_regions
-from hetspmd.run.compiled_turns import put_sum, sum_of
 from hetspmd.run.module import HAP
+from hetspmd.run.turn_graphs import put_sum, sum_of
 from hetspmd.trace.compat.tensors import is_op
 
 aten = torch.ops.aten
@@ -55,6 +55,16 @@ def test_ranks_compute_what_they_do_without(name: str, options: dict[str, Any]) 
     compiled = on_ranks(c, plan, lambda hap: stepped(c, hap), compile=AOT)
     plain = on_ranks(c, plan, lambda hap: stepped(c, hap))
     torch.testing.assert_close(compiled, plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_segments() -> None:
+    c = case("mlp")
+    plan = segmented_in_turns(c, 4)
+    compiled = on_ranks(c, plan, lambda hap: stepped(c, hap), compile=AOT)
+    torch.testing.assert_close(
+        compiled, on_ranks(c, plan, lambda hap: stepped(c, hap)), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.slow

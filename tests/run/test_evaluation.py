@@ -289,6 +289,30 @@ def test_machines(stored: dict[str, str], way: str, accelerators: tuple[int, ...
     assert found.apart[2] & {"a.weight", "b.weight"}
 
 
+@in_layers
+@pytest.mark.parametrize(
+    "options", [{"micro_batches": 3}, {"micro_batches": 2, "zero": 3}, {"micro_batches": 3, "segments": 2}]
+)
+def test_steps_in_micro_batches(stored: dict[str, str], options: dict[str, Any]) -> None:
+    """Also those whose graph cuts parameters otherwise than they are stored: they have copies of these."""
+    model = net(through("n"), through_softmax, n=nn.LayerNorm(24))
+
+    def body(run: Any) -> list[torch.Tensor]:
+        found = [*stepped(run, X), *evaluated(run, with_rows(X, 5))]
+        run.eval()
+        return found + stepped(run, with_rows(X, 7))
+
+    constraints = {} if "zero" in options else {**stored, "n.weight": "shard(0)", "n.bias": "shard(0)"}
+    found = ask(model, body, example=X, constraints=constraints, **options)
+    assert found.error() < 1e-9
+    assert [plan.micro_batches for plan in found.plans] == [
+        options["micro_batches"],
+        1,
+        options["micro_batches"],
+    ]
+    assert found.apart[2] & {"a.weight", "b.weight"}
+
+
 def test_plans_that_store_apart_are_stored_and_printed() -> None:
     model = net(through("n"), n=nn.LayerNorm(24))
     first = hetspmd.compile(model, X, FOUR, constraints={"n.*": "shard(0)"})

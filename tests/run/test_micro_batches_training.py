@@ -261,7 +261,6 @@ def test_bad_input_is_named() -> None:
     tells(OptionError, "micro_batches=True: give", micro_batches=True)
     tells(OptionError, r"micro_batches='4'", micro_batches="4")
     tells(MicroBatchError, "micro_batches=10: the batch has 9 samples", micro_batches=10)
-    tells(OptionError, "segments=4: give one or the other", segments=4)
     tells(OptionError, "machines='flat'", machines="virtual")
     tells(MicroBatchError, "in norm needs div.* of the whole batch", Model(norm=nn.BatchNorm1d(16)))
 
@@ -277,6 +276,30 @@ class Leaves(Model):
 
 def test_rows_that_the_model_keeps_are_refused() -> None:
     tells(MicroBatchError, "rows of the batch in an attribute", Leaves())
+
+
+class Settles(Model):
+    """Sets in its first forward what it reads, as models of transformers do."""
+
+    kind: str | None = None
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.kind is None:
+            self.kind = "classes"
+        return super().forward(ids, labels)
+
+
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+def test_a_plan_serves_the_same_step_in_another_state() -> None:
+    """Though it leaves outputs out."""
+
+    def body(hap: HAP) -> int:
+        for step in range(3):
+            hap(**batch(9, step))["loss"].backward()
+        return len(hap._plans.runners())
+
+    assert on_ranks(body, Settles().double()) == [1] * 3
+    assert on_ranks(body, Settles().double(), micro_batches=1, loss_only=True) == [1] * 3
 
 
 class Rows(Model):

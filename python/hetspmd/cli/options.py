@@ -30,7 +30,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         type=auto_or_count,
         default="auto",
         metavar="N",
-        help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain (auto)",
+        help="parts of the model with sharding ratios of their own: a number, or auto for as many as gain, in "
+        "micro-batches for one (auto)",
     )
     parser.add_argument(
         "--machines",

@@ -23,6 +23,7 @@ from hetspmd.program.levels import (
     Transfer,
     carried,
     keys_of,
+    made_by,
     provider,
 )
 from hetspmd.program.program import Communicate, Compute
@@ -67,8 +68,7 @@ def aliases(theory: Theory) -> frozenset[int]:
 def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
     """What a computation reads, and what it makes."""
     node, outer, inner = graph.instructions[step.instruction], step.outer, step.inner
-    made = keys_of(node.outputs, outer.post, inner.post)
-    return keys_of(node.inputs, outer.pre, inner.pre), tuple(key for key in made if key[0] >= 0)
+    return keys_of(node.inputs, outer.pre, inner.pre), tuple(k for k in made_by(graph, step) if k[0] >= 0)
 
 
 class Liveness:

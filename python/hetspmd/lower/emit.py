@@ -36,6 +36,7 @@ from hetspmd.program.levels import (
     Together,
     carried,
     keys_of,
+    made_by,
     provider,
     rows_of,
 )
@@ -227,7 +228,7 @@ class GraphWriter:
 
         local_args = tuple(torch_value(a) for a in args)
         local_kwargs = {k: torch_value(v) for k, v in kwargs.items()}
-        keys = keys_of(instruction.outputs, *(row.post for row in rows))
+        keys = made_by(theory.graph, step)
         function: Any = local_op(target, self.device) if isinstance(target, str) else target
         name = identifier(instruction.name)
         if theory.rules[instruction.id].random and isinstance(target, str):

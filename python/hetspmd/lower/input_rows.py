@@ -22,7 +22,7 @@ from hetspmd.lower.lowering import emitter_of
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
-from hetspmd.program.levels import Both, LocalSteps, carried, keys_of, provider, rows_of
+from hetspmd.program.levels import Both, LocalSteps, carried, keys_of, made_by, provider, rows_of
 from hetspmd.program.program import Compute
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps, turn_steps
@@ -280,7 +280,7 @@ class _Writer:
                 inputs.append((self.value(key), read))
         given = any(value.given for value, _ in inputs if value is not None)
         outputs: list[_Value | None] = []
-        for key in keys_of(instruction.outputs, *(row.post for row in rows)):
+        for key in made_by(self.of.graph, step):
             new = key[0] >= 0 and key not in self.have
             outputs.append(self.have.setdefault(key, _Value(given=given)) if new else None)
         self.of.calls.append(_Call(step.instruction, inputs, outputs))

@@ -55,7 +55,7 @@ class CompileOptions:
         time_limit: Seconds for one search.
         loss_only: Leave the other outputs out; they come back as None.
         segments: How many parts of the model have sharding ratios of their own; ``"auto"`` for as many as
-            gain.
+            gain, in micro-batches for one.
         machines: How machines with several accelerators are planned: each as one ``"virtual"`` device, all
             accelerators individually (``"flat"``), or ``"auto"`` for the cheaper of the two.
         micro_batches: How many parts of the batch a training step takes one after the other, of equal numbers of
@@ -109,8 +109,6 @@ class CompileOptions:
         count = self.micro_batches
         if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise OptionError(f"micro_batches={count!r}: give 'auto' or a number from 1 on")
-        if count != 1 and self.segments not in ("auto", 1):
-            raise OptionError(f"micro_batches={count} with segments={self.segments}: give one or the other")
         if count != 1 and self.machines == "virtual":
             raise OptionError(
                 f"micro_batches={count} needs machines='flat': each accelerator is planned by itself"

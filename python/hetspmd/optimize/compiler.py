@@ -15,9 +15,9 @@ from torch import nn
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat, has_machines
-from hetspmd.errors import MemoryLimitError, MicroBatchError
+from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.candidate import Candidate
-from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
+from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, Segments, parted
 from hetspmd.optimize.following import followed, warn_of_strays
 from hetspmd.optimize.free_running import free_running, in_own_turns, own_turns_like
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
@@ -38,7 +38,7 @@ from hetspmd.plan.step_plan import Fragment, StepPlan, TimeSplit
 from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
 from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
-from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.micro_batches import MicroBatches, micro_batches
 from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
@@ -226,12 +226,18 @@ class _Compilation:
                 thresholds=QUICK if self.quick and self.batches is not None else THRESHOLDS,
             )
             ctx, outcome = synthesize_step(ctx, self.options.zero)
-            if self.options.micro_batches == "auto" and self.options.zero not in (2, 3):
+            segments = self._segments()
+            waits = self.options.zero in (2, 3) or segments not in ("auto", 1)
+            if self.options.micro_batches == "auto" and not waits:
                 ctx, outcome = free_running(ctx, outcome)
-        if self.batches is not None:
-            return plan_of(ctx, outcome, asked)
-        ctx, outcome = in_segments(ctx, outcome, self.options.segments, self._asked)
-        return following_plan(ctx, outcome, asked)
+        ctx, outcome = in_segments(ctx, outcome, segments, self._asked)
+        return following_plan(ctx, outcome, asked) if self.batches is None else plan_of(ctx, outcome, asked)
+
+    def _segments(self) -> Segments:
+        """How many segments there may be. In micro-batches there is one unless more are asked for: what crosses a
+        cut is exchanged in each of them."""
+        asked = self.options.segments
+        return 1 if asked == "auto" and self.batches is not None else asked
 
     def across(self) -> Plan:
         """The plan across the cluster's machines, as virtual devices."""
@@ -252,11 +258,7 @@ def _like(
         if like.graph.segments:
             theory = segmented(theory, segments_like(theory.graph, like.graph))
         theory, forms, lengths = as_stored(theory, like.parameter_layout(), like.ratios)
-    if batches is not None and theory.graph.stored_apart:
-        raise MicroBatchError(
-            "a plan in micro-batches for this batch cannot use parameters as the first plan stores them; make the "
-            "first plan for a batch of this shape, or with micro_batches=1"
-        )
+        batches = None if batches is None else micro_batches(theory, batches.count)
     ratios = like.ratios[: theory.axes.segments]
     with clock("synth"):
         constraints = composed(theory, batches, Constraints(forms, rereads_like(theory, forms, like)))

@@ -26,14 +26,18 @@ from hetspmd.cost.model import Array, CostModel
 from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.compile_options import Segments
 from hetspmd.optimize.considered import among, one_taken
+from hetspmd.optimize.in_micro_batches import composed
 from hetspmd.optimize.partition import partition, segmented
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, synthesize_on
 from hetspmd.program.lengths import Matrix, by_segment
+from hetspmd.program.loop_steps import repeatable
+from hetspmd.program.micro_batches import micro_batches
 from hetspmd.ratios.problem import Placement, Problem
 from hetspmd.ratios.ratios import gain
 from hetspmd.rules.theory import Theory
 from hetspmd.search.constraints import Constraints
+from hetspmd.trace.graph import REBALANCE
 
 
 def in_segments(
@@ -75,7 +79,7 @@ def in_segments(
             continue
         with clock("rules"):
             cut = segmented(theory, places)
-        inside = replace(ctx, theory=cut, constraints=constraints(cut))
+        inside = _cut(ctx, cut, constraints(cut))
         starts = _starts(ctx, one.best.ratios, apart, cut.axes.segments)
         # What hides communication does so with one segment as well: the rounds must tell the gain.
         other = synthesize_on(inside, active, starts, one.rounds if segments == "auto" else None)
@@ -94,6 +98,19 @@ def in_segments(
         best = replace(best, baselines={**one.baselines, "one_segment": one.best.seconds})
     considered = one_taken(((way, count == taken) for count, way in ways.items()), best.best)
     return synthesis, replace(best, considered=considered)
+
+
+def _cut(ctx: Synthesis, cut: Theory, constraints: Constraints) -> Synthesis:
+    """The context of the same step with cuts. In micro-batches the loop has the same collectives, and those of the
+    copies of what these are of."""
+    batches = ctx.batches
+    if batches is None:
+        return replace(ctx, theory=cut, constraints=constraints)
+    loop = micro_batches(cut, batches.count)
+    original = {i.outputs[0]: i.inputs[0] for i in cut.graph.instructions if i.op == REBALANCE}
+    repeated = frozenset(t for t in repeatable(cut, loop) if original.get(t, t) in batches.repeated)
+    loop = replace(loop, repeated=repeated)
+    return replace(ctx, theory=cut, constraints=composed(cut, loop, constraints), batches=loop, prepared=None)
 
 
 def possible_gain(candidate: Candidate, costs: CostModel, places: Sequence[int]) -> tuple[float, Array]:

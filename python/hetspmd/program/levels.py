@@ -17,7 +17,7 @@ for these are other slices.
 
 A copy at a cut between segments (:mod:`hetspmd.trace.cuts`) has other lengths than its original across machines,
 but the same inside, where all lengths are even. So ``shard(d)'`` is ``shard(d)`` inside, and the inner
-program's rebalances are nothing.
+program's rebalances are nothing. In time it has the lengths of its original, and on the devices others.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ AnyStep = TypeVar("AnyStep")
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Run an instruction by an outer and an inner triple."""
+    """Run an instruction by an outer and an inner triple. ``in_time``: the outer level is the loop over
+    micro-batches."""
 
     instruction: int
     outer: Triple
     inner: Triple
+    in_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +191,15 @@ def rows_of(step: Compute | Both) -> tuple[Triple] | tuple[Triple, Triple]:
 
 
 def keys_of(tensors: Sequence[int], *forms: Sequence[Placement]) -> tuple[tuple[int, ...], ...]:
-    """The values that are read or given in these forms of each level; a tensor that is None is -1."""
-    outer, *inner = forms
-    if not inner:
-        return tuple(zip(tensors, outer, strict=True))
-    return tuple(zip(tensors, outer, *(map(after_cut, f) for f in inner), strict=True))
+    """The values that are read in these forms of each level; a tensor that is None is -1."""
+    return tuple(zip(tensors, *forms, strict=True))
 
 
 def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
     """The values that a step reads."""
     if isinstance(step, Both):
         inputs = graph.instructions[step.instruction].inputs
-        return tuple(zip(inputs, step.outer.pre, map(after_cut, step.inner.pre), strict=True))
+        return tuple(zip(inputs, step.outer.pre, step.inner.pre, strict=True))
     return (
         *((m.tensor, m.source, m.collected) for m in between(step)),
         *((m.tensor, m.outer, m.source) for m in within(step)),
@@ -209,5 +208,20 @@ def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
 
 def written_by(graph: Graph, step: Both) -> tuple[Key, ...]:
     """The values that a computation gives; of a result that is None the tensor is -1."""
-    outputs = graph.instructions[step.instruction].outputs
-    return tuple(zip(outputs, step.outer.post, map(after_cut, step.inner.post), strict=True))
+    outer, inner = _posts(step)
+    return tuple(zip(graph.instructions[step.instruction].outputs, outer, inner, strict=True))
+
+
+def made_by(graph: Graph, step: Compute | Both) -> tuple[tuple[int, ...], ...]:
+    """:func:`written_by`, of one level or of two."""
+    if isinstance(step, Both):
+        return written_by(graph, step)
+    return tuple(zip(graph.instructions[step.instruction].outputs, step.row.post, strict=True))
+
+
+def _posts(step: Both) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """What a computation leaves on each level: a copy at a cut is before it on the level of the devices."""
+    outer, inner = step.outer.post, step.inner.post
+    if step.in_time:
+        return tuple(map(after_cut, outer)), inner
+    return outer, tuple(map(after_cut, inner))

@@ -15,7 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetspmd.errors import ProofError
-from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, placement_text, sharded_dim
+from hetspmd.placement import (
+    PARTIAL,
+    REPLICATE,
+    Placement,
+    after_cut,
+    is_before_cut,
+    is_sharded,
+    placement_text,
+    sharded_dim,
+)
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.time_split import Loop
@@ -155,11 +164,25 @@ class _Proof:
                 raise ProofError(
                     f"{where} needs {self._name(tensor)} | {placement_text(placement)} in time, which is not proved"
                 )
-        for tensor, placement in zip(node.outputs, row.post, strict=True):
+        for tensor, placement in zip(node.outputs, self._in_time(instruction), strict=True):
             if tensor >= 0:
                 if placement == REPLICATE:
                     raise ProofError(f"{where} leaves {self._name(tensor)} whole in each turn of the loop")
                 self.in_time[tensor] = placement
+
+    def _in_time(self, instruction: int) -> tuple[Placement, ...]:
+        """What the triple in time leaves. Of a copy at a cut it is what its readers need if both are divided alike
+        in time: along axes of the samples that have as many units."""
+        node, post = self.graph.instructions[instruction], self.loop.rows[instruction].post
+        for tensor, placement in zip(node.outputs, post, strict=True):
+            if is_before_cut(placement):
+                before = self.theory.axes.sharded(tensor, placement)
+                after = self.theory.axes.sharded(tensor, after_cut(placement))
+                if before is None or after is None or before.units != after.units:
+                    raise ProofError(f"{self._name(tensor)} has other units than what it is a copy of")
+                if not {before.id, after.id} <= self.loop.axes:
+                    raise ProofError(f"{self._name(tensor)} is divided in time, and its original is not")
+        return tuple(map(after_cut, post))
 
     def leave(self) -> None:
         for result in self.loop.leaving:

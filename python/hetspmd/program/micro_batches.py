@@ -24,7 +24,7 @@ from hetspmd.errors import MicroBatchError
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.program import Communicate
-from hetspmd.program.time_split import INSTEAD, Loop, split_in_time
+from hetspmd.program.time_split import INSTEAD, Loop, in_time, split_in_time
 from hetspmd.program.turn_lengths import Table, in_turns, own_table, turn_lengths
 from hetspmd.rules.theory import Theory
 from hetspmd.trace.graph import Graph
@@ -169,7 +169,8 @@ def _placements(theory: Theory, loop: Loop) -> Mapping[int, Placement]:
         return kept[0]
     placements: dict[int, Placement] = {c.tensor: REPLICATE for c in theory.graph.constants}
     for instruction, row, phase in zip(theory.graph.instructions, loop.rows, loop.phases, strict=True):
-        post: Sequence[Placement] = row.post if phase == "in" else [REPLICATE] * len(instruction.outputs)
+        whole = [REPLICATE] * len(instruction.outputs)
+        post: Sequence[Placement] = in_time(row) if phase == "in" else whole
         placements.update((t, p) for t, p in zip(instruction.outputs, post, strict=True) if t >= 0)
     kept.append(placements)
     return placements

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from hetspmd.errors import MicroBatchError
-from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded
+from hetspmd.placement import PARTIAL, REPLICATE, Placement, after_cut, is_sharded
 from hetspmd.program.program import Result
 from hetspmd.rules.nested import runs_whole
 from hetspmd.rules.rule import Triple
@@ -144,7 +144,7 @@ class _Splitting:
                 if not self._has(tensor, placement):
                     self._move_before(tensor)
             self.phases[instruction.id], self.rows[instruction.id] = "in", row
-            self._leave(instruction, row.post)
+            self._leave(instruction, in_time(row))
         elif all(self._can_be_before(t) for t in inputs):
             for tensor in inputs:
                 self._move_before(tensor)
@@ -246,6 +246,12 @@ class _Splitting:
             f"{where} needs {tensor.name} of the whole batch ({maker.op} in {maker.source or 'the model'}), which "
             f"is known only when all micro-batches have run{INSTEAD}"
         )
+
+
+def in_time(row: Triple) -> tuple[Placement, ...]:
+    """What a triple in time leaves: segments divide devices, so that a copy at a cut lies in time as what it is a
+    copy of."""
+    return tuple(map(after_cut, row.post))
 
 
 def results_of(graph: Graph) -> set[int]:

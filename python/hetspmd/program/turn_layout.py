@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from hetspmd.cluster.collective_kinds import KINDS
+from hetspmd.errors import PlanError
+from hetspmd.placement import placement_text, same_dim, sharded_dim
+from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import LevelLayout
-from hetspmd.program.levels import InsideCollective
+from hetspmd.program.level_layout import LevelLayout, Rows
+from hetspmd.program.levels import InsideCollective, Key
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.turn_lengths import Table
 from hetspmd.rules.theory import Theory
@@ -21,6 +25,7 @@ class TurnLayout(LevelLayout):
         super().__init__(theory, batches.micro_batch_units(lengths), (lengths.world,) * batches.count)
         self.batches, self.lengths = batches, lengths
         self._turns: dict[int, Table] = {}
+        self._of_devices = Layout(theory.graph, theory.axes, lengths)
 
     def inside(self, axis: int, units: int, machine: int) -> tuple[int, ...]:
         """Units of an axis divided among the devices: all of them by the lengths, those of a micro-batch so that
@@ -36,6 +41,26 @@ class TurnLayout(LevelLayout):
             self._turns[axis] = self.batches.table(axis, self.lengths.units[axis])
         return self._turns[axis]
 
+    def extents(self, key: Key, machine: int) -> tuple[int, ...]:
+        """Elements per device along the dim that the form on the devices divides. A copy at a cut has other lengths
+        there than its original, and the same in time."""
+        tensor, time, form = key
+        axis = self.axes.sharded(tensor, form)
+        if axis is None:
+            raise PlanError(f"{self.graph.tensors[tensor].name} is never divided as {placement_text(form)}")
+        unit = self.graph.tensors[tensor].shape[sharded_dim(form)] // axis.units
+        units = self.outer.lengths.units[axis.id][machine] if same_dim(time, form) else axis.units
+        return tuple(n * unit for n in self.inside(axis.id, units, machine))
+
+    def drawn_alike(self, instruction: int, rows: Rows) -> bool:
+        """Whether a random instruction draws slices of which several devices have the same; a lone one has none."""
+        return self.lengths.world > 1 and super().drawn_alike(instruction, rows)
+
     def is_nothing(self, step: object) -> bool:
-        """Whether a step is a collective of a lone device: the value is there."""
-        return isinstance(step, InsideCollective) and self.lengths.world == 1
+        """Whether a step is a collective of a lone device, or a rebalance of lengths that agree: the value is
+        there."""
+        if not isinstance(step, InsideCollective):
+            return False
+        return self.lengths.world == 1 or (
+            KINDS[step.kind].keeps_dim and self._of_devices.agrees(step.tensor, step.source, step.target)
+        )

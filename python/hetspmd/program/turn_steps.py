@@ -152,7 +152,8 @@ class _Writing:
             (tensor,) = instruction.outputs
             self.before.have[(tensor, REPLICATE, self.stored[tensor])] = None
             return
-        self._append(self._part(phase), Both(step.instruction, self.loop.rows[step.instruction], step.row))
+        row = self.loop.rows[step.instruction]
+        self._append(self._part(phase), Both(step.instruction, row, step.row, in_time=True))
 
     def _communicate(self, places: Places) -> None:
         """A collective, or several that share a bucket, as far as they are in the same part."""

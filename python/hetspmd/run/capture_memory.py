@@ -73,10 +73,13 @@ class CapturedStretch:
 class Variant:
     """What was captured for one set of places of parameters and buffers."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], pool: Any) -> None:
+        self.pool = pool
+        """Where what is captured lies."""
         self.captured: dict[int, CapturedStretch] = {}
         """By the number of the stretch."""
         self.inputs: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
         self.steps = 0
         self.held: weakref.ref[Held] | None = None
         self._given = {_memory(t) for t in tensors} - {0}
@@ -122,6 +125,17 @@ class Held:
         for place, value in zip(to, given, strict=True):
             place.copy_(value)
         return list(to)
+
+    def keep(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The value, which captures read again and again in this step, where it stays: there, or copied there."""
+        if self.variant.is_read_there(value):
+            return value
+        to = self.variant.kept.get(number)
+        if to is None:
+            with ordinary():
+                to = self.variant.kept[number] = torch.empty_like(value, requires_grad=False)
+            self.variant.own([to])
+        return to.copy_(value) if _alike(value, to) else value
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the next step overwrites a tensor."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hetspmd.run.capturing import IDLE, MICRO_BATCHES, PlanCaptures
+from hetspmd.run.capturing import IDLE, PlanCaptures
 
 if TYPE_CHECKING:
     from hetspmd.run.plan_cache import PlanCache
@@ -42,9 +42,7 @@ class ReportsCaptures(nn.Module):
         if reason:
             return CudaGraphsReport(reason, ())
         found = []
-        for plan, runner in self._plans.runners():
-            if runner.captures is None:
-                found.append(PlanCaptures(reason=MICRO_BATCHES if plan.micro_batches > 1 else IDLE))
-            else:
-                found.append(runner.captures.report())
+        for _, runner in self._plans.runners():
+            captures = runner.captures
+            found.append(PlanCaptures(reason=IDLE) if captures is None else captures.report())
         return CudaGraphsReport("", tuple(found))

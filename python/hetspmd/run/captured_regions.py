@@ -8,11 +8,16 @@ one it is captured (:mod:`hetspmd.run.capturer`), and from then on it is repeate
 Parameters and buffers are read where they are: a ``Variant`` is what was captured for one set of places. The
 batch is copied to places of its own in each step, and so is what collectives deliver. The outputs of a stretch
 stay where they are, and nothing else lies there: other stretches, the collectives and the backward read them
-there. Only what a capture needs within itself lies in the pool that all captures have in common.
+there. What a capture needs within itself lies in a pool that the captures of a variant have in common: they are
+repeated in the order in which they were made, so that no one works where the outputs of another are still needed.
+Steps of other variants may come between a forward and its backward, and have pools of their own.
 
 **Until when.** The next repetition overwrites them. So whatever leaves the step is a copy: the loss, the other
 outputs, the gradients. What is saved for the backward is not: a step is ``Held`` until its backward has run, or
 cannot run any more, and a forward that comes before that runs uncaptured.
+
+**Turns.** Of a step in micro-batches the stretches of each turn are captured, by which turns that are alike run
+one after the other (:mod:`hetspmd.run.captured_turns`).
 
 **Threads.** One at a time runs captured; another one that comes meanwhile runs uncaptured.
 
@@ -24,7 +29,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from threading import Lock
 from typing import Any, Final
@@ -38,9 +43,11 @@ from hetspmd.lower import calls
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.lower.local_program import LocalProgram
 from hetspmd.run.capture_memory import CapturedStretch, Held, Place, Variant, ordinary, without_views
+from hetspmd.run.captured_turns import Stretch, TurnsCut, constants_of_turns, cut_turns
 from hetspmd.run.capturer import Capture, Capturer
-from hetspmd.run.capturing import PlanCaptures, Reasons
+from hetspmd.run.capturing import PlanCaptures, Reasons, TurnCaptures
 from hetspmd.run.stretches import cut
+from hetspmd.run.turn_graphs import calls_of_turns, put_sum, sum_of
 from hetspmd.trace.compat.tensors import is_op
 
 WARM_UPS: Final = 1
@@ -70,7 +77,7 @@ _COMPUTE: Final = ("hetspmd.rules.", "hetspmd.trace.gpu_attention", "hetspmd.tra
 """Modules whose functions compute on the device alone."""
 
 
-class _Region(nn.Module):
+class _Region(Stretch):
     """A stretch: its calls, which are captured when it runs for the second time."""
 
     def __init__(self, captures: Captures, number: int, body: fx.GraphModule) -> None:
@@ -88,6 +95,19 @@ class _Region(nn.Module):
         return captures.run(self, values)
 
 
+class _Kept(nn.Module):
+    """What the first turn of a step leaves for the others lies behind it in one place."""
+
+    def __init__(self, captures: Captures, number: int) -> None:
+        super().__init__()
+        self._captures, self._number = weakref.ref(captures), number
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        captures = self._captures()
+        assert captures is not None, "it runs"
+        return captures.step().keep(self._number, value)
+
+
 class Captures:
     """The local graphs of a plan as they run captured."""
 
@@ -97,21 +117,32 @@ class Captures:
         self._runtime, self._capturer, self._reasons, self._busy = runtime, capturer, reasons, busy
         self._randomness = runtime.randomness
         self._regions: list[_Region] = []
+        self._kept = 0
         self._variants: dict[Any, Variant] = {}
         self._made = 0
         self._running: weakref.ref[Held] | None = None
         self.steps = Counter[str]()
         """Forwards, by why they did not run captured ("": they did)."""
-        graphs = [graph for graph in (program.forward, program.backward) if graph is not None]
+        self._turns: TurnsCut | None = None
+        if calls_of_turns(program.forward):
+            graphs = constants_of_turns(program.forward)
+            self._turns = cut_turns(program.forward, is_captured, self._region, self._keep)
+            self._graphs = {program.forward: self._turns.forward}
+        else:
+            graphs = [graph for graph in (program.forward, program.backward) if graph is not None]
+            self._graphs = {
+                graph: cut(graph, f"Captured{type(graph).__name__}", is_captured, self._region)
+                for graph in graphs
+            }
         self._constants = [constant for graph in graphs for constant in _constants(graph)]
-        self._graphs = {
-            graph: cut(graph, f"Captured{type(graph).__name__}", is_captured, self._region)
-            for graph in graphs
-        }
 
     def _region(self, body: fx.GraphModule) -> nn.Module:
         self._regions.append(_Region(self, len(self._regions), body))
         return self._regions[-1]
+
+    def _keep(self) -> nn.Module:
+        self._kept += 1
+        return _Kept(self, self._kept)
 
     def begin(
         self, graph: fx.GraphModule, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
@@ -180,7 +211,7 @@ class Captures:
                 self._reasons.tell(MOVING)
                 return None, MOVING
             self._made += 1
-            variant = Variant([*tensors, *self._constants])
+            variant = Variant([*tensors, *self._constants], self._capturer.pool())
         self._variants[places] = variant
         variant.steps += 1
         while len(self._variants) > VARIANTS:
@@ -195,10 +226,15 @@ class Captures:
         if any(region.draws for region in self._regions):
             self._variants.clear()
 
-    def run(self, region: _Region, values: Sequence[Any]) -> Any:
-        """The outputs of a stretch of the step that runs."""
+    def step(self) -> Held:
+        """The step that runs."""
         held = None if self._running is None else self._running()
         assert held is not None, "a graph in stretches runs in a step that is held"
+        return held
+
+    def run(self, region: _Region, values: Sequence[Any]) -> Any:
+        """The outputs of a stretch of the step that runs."""
+        held = self.step()
         captured = held.variant.captured.get(region.number)
         if captured is not None:
             outputs = captured.run(values)
@@ -234,7 +270,7 @@ class Captures:
                 others.append((index, value))
             elif value.device.type != self._capturer.device_type:
                 raise RuntimeError(f"{HOST}, {value.device}")
-            elif variant.is_read_there(value) or not value.numel():
+            elif not value.numel() or (index not in region.moves and variant.is_read_there(value)):
                 read.append(Place.of(index, value, stays=variant.owns(value)))
             else:
                 with ordinary():
@@ -242,7 +278,7 @@ class Captures:
                 copied.append((index, given[index]))
         drawn = self._randomness.generators if region.draws else ()
         with ordinary():
-            capture = self._capturer.capture(partial(region.body, *given), drawn)
+            capture = self._capturer.capture(partial(region.body, *given), drawn, variant.pool)
             capture = Capture(without_views(capture.outputs), capture.replay)
         for output in (*capture.outputs, *(to for _, to in copied)):
             variant.own(output if isinstance(output, (tuple, list)) else [output])
@@ -253,7 +289,8 @@ class Captures:
 
     def report(self) -> PlanCaptures:
         """What runs captured, and what does not."""
-        nodes = [node for graph in self._graphs.values() for node in graph.graph.nodes]
+        graphs = self._graphs.values() if self._turns is None else dict.fromkeys(self._turns.turns)
+        nodes = [node for graph in graphs for node in graph.graph.nodes]
         between = sum(node.op == "call_function" and node.target not in _NO_CALLS for node in nodes)
         captured = {number for variant in self._variants.values() for number in variant.captured}
         return PlanCaptures(
@@ -263,17 +300,26 @@ class Captures:
             between=between,
             steps=dict(self.steps),
             refused=tuple(filter(None, map(_refusal, self._regions))),
+            turns=() if self._turns is None else tuple(_of_turns(self._turns, captured)),
         )
 
 
-_NO_CALLS: Final = (operator.getitem, item, take_saved)
+def _of_turns(cut: TurnsCut, captured: Set[int]) -> Iterator[TurnCaptures]:
+    for graph in dict.fromkeys(cut.turns):
+        own = [module.number for module in graph.children() if isinstance(module, _Region)]
+        turns = tuple(number for number, other in enumerate(cut.turns) if other is graph)
+        yield TurnCaptures(turns, len(own), len(captured & set(own)))
+
+
+_NO_CALLS: Final = (operator.getitem, item, take_saved, sum_of, put_sum)
 
 
 def is_captured(node: fx.Node) -> bool:
     """Whether a call computes on the device alone, whatever the values are."""
     target: Any = node.target
     if target is calls.draw:
-        return is_drawn_by_generator(node.args[5])
+        in_the_graph = not isinstance(node.args[3], fx.Node)  # else other turns draw elsewhere
+        return in_the_graph and is_drawn_by_generator(node.args[5])
     if target is torch.ops.aten.index.Tensor:
         return True  # of a plan, whose shapes depend on no values: its indices are no masks
     if is_op(target):

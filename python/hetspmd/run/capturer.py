@@ -35,9 +35,10 @@ class Capture:
 
 
 class Capturer(ABC):
-    """Captures calls on devices of one type, all into one pool of memory.
+    """Captures calls on devices of one type, into pools of memory.
 
-    What is captured into one pool must not be repeated at the same time.
+    What is captured into one pool must not be repeated at the same time. A later capture may have its outputs where
+    an earlier one works, so that a repetition of the earlier one overwrites them.
     """
 
     device_type: str
@@ -47,7 +48,11 @@ class Capturer(ABC):
         """Run ``call``, which is to be captured later, so that what happens once only has happened."""
 
     @abstractmethod
-    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> Capture:
+    def pool(self) -> Any:
+        """A new pool of memory."""
+
+    @abstractmethod
+    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator], pool: Any) -> Capture:
         """What ``call`` does, which draws from none but ``generators``: each repetition draws anew.
 
         Raises RuntimeError if it does what cannot be captured. Then nothing has happened.
@@ -62,7 +67,6 @@ class CudaCapturer(Capturer):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's Stream is
 
     def warm_up(self, call: Callable[[], T]) -> T:
@@ -74,13 +78,17 @@ class CudaCapturer(Capturer):
         current.wait_stream(self._stream)
         return outputs
 
-    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> Capture:
+    def pool(self) -> Any:
+        with torch.cuda.device(self._device):
+            return torch.cuda.graph_pool_handle()
+
+    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator], pool: Any) -> Capture:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
         # Threads that watch over collectives or load batches may call CUDA meanwhile.
         own: dict[str, Any] = {
-            "pool": self._pool,
+            "pool": pool,
             "stream": self._stream,
             "capture_error_mode": "thread_local",
         }

@@ -11,12 +11,12 @@ from typing import Final, Literal, TypeAlias
 import torch
 
 from hetspmd.errors import CudaGraphsWarning, OptionError
+from hetspmd.lower.local_program import numbered
 from hetspmd.run.capturer import Capturer, CudaCapturer
 
 CudaGraphs: TypeAlias = bool | Literal["auto"] | Capturer
 """What ``HAP(..., cuda_graphs=)`` takes; a Capturer is for tests."""
 
-MICRO_BATCHES: Final = "a step in micro-batches is not captured yet"
 IDLE: Final = "this device is idle"
 _COMPILED: Final = "compile= is given: what torch.compile has made is not captured yet"
 
@@ -40,15 +40,13 @@ class Reasons:
 
 @dataclass(frozen=True)
 class Capturing:
-    """What captures the steps of a HAP module; None: nothing does, for a ``reason``. ``required``: the user has
-    said so."""
+    """What captures the steps of a HAP module; None: nothing does, for a ``reason``."""
 
     capturer: Capturer | None = None
     reason: str = "cuda_graphs=False"
-    required: bool = False
     reasons: Reasons = field(default_factory=Reasons)
     busy: Lock = field(default_factory=Lock)
-    """Whoever runs captured has it: captures have their memory in common."""
+    """Whoever runs captured has it: captures have their memory, and their stream, in common."""
 
     @classmethod
     def of(cls, asked: CudaGraphs, device: torch.device, *, compiled: bool) -> Capturing:
@@ -58,7 +56,7 @@ class Capturing:
         reason = _COMPILED if compiled else ""
         if isinstance(asked, Capturer):
             if not reason and asked.device_type == device.type:
-                return cls(asked, "", required=True)
+                return cls(asked, "")
             raise OptionError(f"cuda_graphs: {reason or f'the capturer is not one for {device.type}'}")
         if not reason and device.type != "cuda":
             reason = f"CUDA graphs are of GPUs, and this is {device}"
@@ -66,12 +64,23 @@ class Capturing:
             raise OptionError(f"cuda_graphs=True, but {reason}; leave it out, or say 'auto'")
         if reason:
             return cls(None, reason)
-        return cls(CudaCapturer(device), "", required=asked is True)
+        return cls(CudaCapturer(device), "")
 
-    def refuse_micro_batches(self, micro_batches: int) -> None:
-        """Raise OptionError where a plan in micro-batches is required to be captured."""
-        if self.required and micro_batches > 1:
-            raise OptionError(f"cuda_graphs=True, but {MICRO_BATCHES}; leave it out, or say 'auto'")
+
+@dataclass(frozen=True)
+class TurnCaptures:
+    """What is captured of turns that share a graph: ``turns`` are their numbers on this rank, ``stretches`` are of
+    the graph, and ``captured`` so many of these."""
+
+    turns: tuple[int, ...]
+    stretches: int
+    captured: int
+
+    def __str__(self) -> str:
+        shared = ", by the same captures" if len(self.turns) > 1 else ""
+        return (
+            f"{numbered('turn', self.turns)}{shared}: {self.captured} of {self.stretches} stretches captured"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,13 @@ class PlanCaptures:
     """How a plan runs on this rank.
 
     Attributes:
-        stretches: Pieces of the local graphs that could be captured.
+        stretches: Pieces of the local graphs that could be captured. Turns that are alike share a graph.
         captured: Those that are.
         calls: Calls of the local graphs within stretches.
         between: Calls between them: collectives, their waits, and what cannot be captured.
         steps: The number of forwards by why they ran uncaptured; "" are those that did not, warm-ups included.
         refused: Stretches that are not captured, or not in all steps, with the reason of each.
+        turns: Of a step in micro-batches, what is captured of its turns.
         reason: Why nothing of the plan is captured; "" where something may be.
     """
 
@@ -94,6 +104,7 @@ class PlanCaptures:
     between: int = 0
     steps: Mapping[str, int] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    turns: tuple[TurnCaptures, ...] = ()
     reason: str = ""
 
     def __str__(self) -> str:
@@ -103,6 +114,7 @@ class PlanCaptures:
             f"{self.captured} of {self.stretches} stretches captured, which have {self.calls} calls; "
             f"{self.between} calls between them; {self.steps.get('', 0)} steps by captures"
         ]
+        lines += map(str, self.turns)
         lines += [f"{count} steps without: {why}" for why, count in self.steps.items() if why]
         lines += [f"not captured: {why}" for why in self.refused]
         return "\n  ".join(lines)

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetspmd.lower.emit import instructions, take_saved
+from hetspmd.lower.emit import instructions
 from hetspmd.lower.local_program import LocalProgram
-from hetspmd.lower.turn_writer import accumulate
 from hetspmd.run.compiled_regions import Busy, Made, in_stretches
+from hetspmd.run.turn_graphs import calls_of_turns, sum_of, with_sums_as_ops, with_turns
 from hetspmd.trace.graph import Graph
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def compiled(
     """What runs for the graphs of a rank: copies that run their stretches compiled. ``graph`` is that of the single
     device, and says what is computed again."""
     made: Made = {}
-    if any(node.op == "call_module" for node in program.forward.graph.nodes):
+    if calls_of_turns(program.forward):
         again = _copies(graph)
         return {program.forward: _turns_compiled(program.forward, again, options, busy, made)}
     graphs = [module for module in (program.forward, program.backward) if module is not None]
@@ -50,61 +50,13 @@ def _copies(graph: Graph | None) -> set[int]:
 def _turns_compiled(
     forward: fx.GraphModule, again: set[int], options: Mapping[str, Any], busy: Busy, made: Made
 ) -> fx.GraphModule:
-    names = [str(node.target) for node in forward.graph.nodes if node.op == "call_module"]
-    parts: dict[str, Any] = {}
-    of: dict[fx.GraphModule, fx.GraphModule] = {}
-    for name in names:
-        turn = getattr(forward, name)
-        if turn not in of:
-            with_ops = with_sums_as_ops(turn, first=name == names[0], last=name == names[-1])
-            begins = _Again(again).begins
-            of[turn] = in_stretches(with_ops, options, busy, made, begins=begins, reads=_reads)
-        parts[name] = of[turn]
-    constants = [str(node.target) for node in forward.graph.nodes if node.op == "get_attr"]
-    parts |= {name: getattr(forward, name) for name in constants}
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(forward.graph, {}))
-    return fx.GraphModule(parts, copy, f"Compiled{type(forward).__name__}")
+    calls = calls_of_turns(forward)
 
+    def of(turn: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
+        with_ops = with_sums_as_ops(turn, first=calls[0] in nodes, last=calls[-1] in nodes)
+        return in_stretches(with_ops, options, busy, made, begins=_Again(again).begins, reads=_reads)
 
-def sum_of(sums: list[torch.Tensor | None], index: int) -> torch.Tensor:
-    """A sum to which a turn adds, which stays in the list."""
-    value = sums[index]
-    assert value is not None
-    return value
-
-
-def put_sum(sums: list[torch.Tensor | None], index: int, value: torch.Tensor) -> None:
-    """What the first turn leaves to be added to."""
-    sums[index] = value
-
-
-def with_sums_as_ops(turn: fx.GraphModule, *, first: bool, last: bool) -> fx.GraphModule:
-    """A copy of a turn that adds to the sums by ops, in place: the first turn leaves its summands in the list, and
-    the last one takes the sums from there before it adds to them."""
-    copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    sums: dict[int, fx.Node] = {}
-    for node in turn.graph.nodes:
-        if node.target is accumulate:
-            held, index, value = (values.get(arg, arg) for arg in node.args)
-            if first:
-                sums[index] = copy.call_function(aten.clone.default, (value,))
-                continue
-            total = copy.call_function(take_saved if last else sum_of, (held, index))
-            sums[index] = copy.call_function(aten.add_.Tensor, (total, value))
-        elif node.target is take_saved and node.args[0].name == "sums":
-            values[node] = sums[node.args[1]]
-        elif node.op == "output":
-            if first and not last:
-                held = next(values[n] for n in turn.graph.nodes if n.name == "sums")
-                for index, value in sums.items():
-                    copy.call_function(put_sum, (held, index, value))
-            copy.node_copy(node, values.__getitem__)
-        else:
-            values[node] = copy.node_copy(node, values.__getitem__)
-    copy.lint()
-    attributes = {str(n.target): getattr(turn, str(n.target)) for n in copy.nodes if n.op == "get_attr"}
-    return fx.GraphModule(attributes, copy, type(turn).__name__)
+    return with_turns(forward, f"Compiled{type(forward).__name__}", of)
 
 
 class _Again:

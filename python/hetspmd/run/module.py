@@ -102,8 +102,8 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         compile: Run the ops between two communications through ``torch.compile``; a dict holds its options.
             Predictions and recordings are of the ops as they are.
         cuda_graphs: Capture the ops between two communications in CUDA graphs: ``True``, or ``"auto"`` where that
-            is possible (docs/training.md, *CUDA graphs*). Off by default: it has not been tried on a GPU.
-            :meth:`cuda_graphs_report` says what is captured.
+            is possible, also of steps in micro-batches (docs/training.md, *CUDA graphs*). Off by default: it has
+            not been tried on a GPU. :meth:`cuda_graphs_report` says what is captured.
         check_plan: Trace the model again at the first step, on rank 0, and compare the trace with ``plan``,
             which may have been made from an older version of the code.
         batch: ``"whole"``: every rank is given the same global batch. ``"own"``: each is given the batches of

@@ -195,7 +195,7 @@ class PlanCache:
         graph, setting = plan.graph, self.setting
         capturing = setting.capturing
         captures = None
-        if capturing.capturer is not None and plan.micro_batches == 1 and not self._runtime.idle:
+        if capturing.capturer is not None and not self._runtime.idle:
             captures = Captures(program, self._runtime, capturing.capturer, capturing.reasons, capturing.busy)
         runner = Runner(
             program,

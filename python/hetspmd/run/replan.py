@@ -17,7 +17,7 @@ import torch
 from hetspmd.dist.agreement import agreed_content
 from hetspmd.errors import HetspmdError
 from hetspmd.run.host_guard import Guard
-from hetspmd.trace.graph import Graph
+from hetspmd.trace.graph import Graph, Output
 from hetspmd.trace.host.equal import differ_in_numbers, digest, number_values
 from hetspmd.trace.host.places import NOTHING, Roots, text
 from hetspmd.trace.host.recorder import Place
@@ -59,10 +59,15 @@ class Replanner:
 
     def _find(self, trace: Tracer, plans: Sequence[Plan], guards: Sequence[Guard]) -> Replanned:
         graph, states = trace(())
-        wanted = digest(graph)
+        wanted: dict[tuple[int, ...], tuple[Graph, str]] = {}
         for position, plan in enumerate(plans):
-            if self._digest(plan) == wanted:
-                return Replanned(position, graph, states)
+            left = _left_out(plan.graph, graph)
+            if left not in wanted:
+                own = _without(graph, left)
+                wanted[left] = own, digest(own)
+            own, its = wanted[left]
+            if self._digest(plan) == its:
+                return Replanned(position, own, states)
         for places in self._numbers(guards):
             other = self._with_numbers(trace, graph, places)
             if other is not None:
@@ -98,6 +103,19 @@ class Replanner:
             return other
         self.stubborn.update(places)
         return None
+
+
+def _left_out(planned: Graph, graph: Graph) -> tuple[int, ...]:
+    """The places of outputs that a plan leaves out of the same step: rows in micro-batches, all but the loss where
+    that alone is asked for."""
+    pairs = zip(planned.outputs, graph.outputs, strict=False)
+    return tuple(n for n, (a, b) in enumerate(pairs) if a.tensor is None and b.tensor is not None)
+
+
+def _without(graph: Graph, left: Sequence[int]) -> Graph:
+    if not left:
+        return graph
+    return graph.with_outputs(tuple(Output(None) if n in left else o for n, o in enumerate(graph.outputs)))
 
 
 def _same_writes(plain: Graph, other: Graph, numbers: Mapping[int, Any]) -> bool:

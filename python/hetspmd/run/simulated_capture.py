@@ -5,12 +5,14 @@ It records the ATen ops of a call and repeats them on the same memory, and no Py
 - nothing is computed while a call is captured: what it writes to is put back, and its results hold rubbish;
 - what the host would have to look at (a value, a shape that depends on values) cannot be captured;
 - random numbers come of the generators that were named, anew in each repetition;
-- each repetition overwrites the outputs. All other memory of the pool holds rubbish afterwards, since on a GPU
-  another capture would have used it.
+- each repetition overwrites the outputs. All other memory of the capture holds rubbish afterwards, since on a GPU
+  another capture would have used it;
+- so do the outputs of the captures that were made later into the same pool, which may lie there on a GPU.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,7 +42,10 @@ class SimulatedCapturer(Capturer):
     def warm_up(self, call: Callable[[], T]) -> T:
         return call()
 
-    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> Capture:
+    def pool(self) -> Any:
+        return list[weakref.ref[_Outputs]]()
+
+    def capture(self, call: Callable[[], Any], generators: Sequence[torch.Generator], pool: Any) -> Capture:
         states = [generator.get_state() for generator in generators]
         recorder = _Recorder(generators)
         try:
@@ -55,8 +60,14 @@ class SimulatedCapturer(Capturer):
         passing = [t for t in made if memory_of(t) not in kept]
         _spoil(made)
         self.captures += 1
+        own = _Outputs([t for t in made if memory_of(t) in kept])
+        pool.append(weakref.ref(own))
+        place = len(pool)
 
         def replay() -> None:
+            assert own is pool[place - 1]()
+            for later in pool[place:]:
+                _spoil([] if (there := later()) is None else there.tensors)
             _spoil(made)
             for op in recorder.ops:
                 op.repeat()
@@ -64,6 +75,13 @@ class SimulatedCapturer(Capturer):
             self.replays += 1
 
         return Capture(outputs, replay)
+
+
+@dataclass
+class _Outputs:
+    """What a capture has made and returned."""
+
+    tensors: list[torch.Tensor]
 
 
 @dataclass

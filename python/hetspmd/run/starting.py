@@ -57,14 +57,8 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
     """The plan that was given, or one that is compiled for the example, the same on every rank.
 
     Raises PlanMismatchError for a plan of another cluster, ExampleError where neither was given, and OptionError
-    where a plan in micro-batches is to be captured, or for another number of them than the plan's.
+    for another number of micro-batches than the plan's.
     """
-    first = _first_plan(setting, plan, example)
-    setting.capturing.refuse_micro_batches(first.micro_batches)
-    return first
-
-
-def _first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, example: Any) -> Plan:
     communicator = setting.communicator
     exporter()  # what a trace finds in torch's modules must be there on the ranks that do not trace, too
     if plan is not None:
