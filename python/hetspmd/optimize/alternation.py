@@ -187,6 +187,16 @@ def search_fitting(
     return fitting, None
 
 
+def fits_at_no_ratios(candidate: Candidate) -> bool:
+    """Whether the devices' largest shares of what a program holds at least, but for buffers of collectives, are
+    together less than all of it."""
+    step = candidate.step
+    if not np.isfinite(step.model.capacity).all():
+        return False
+    profile = step.executed.at(candidate.lengths, buffers=False)
+    return float(profile.largest_shares(step.model.capacity).clip(0.0, 1.0).sum()) < 1.0
+
+
 def with_best_ratios(
     evaluator: Evaluator, costs: CostModel, ratios: Matrix, lengths: Lengths
 ) -> tuple[Matrix, Lengths]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from hetspmd.cost.model import CostModel
@@ -15,8 +16,8 @@ from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import SearchResult
 
 
-def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
-    """Known kinds of programs on all devices by name, as far as the user's constraints allow them.
+def baselines(ctx: Synthesis, costs: CostModel, only: Collection[str] | None = None) -> dict[str, Candidate]:
+    """Known kinds of programs on all devices by name (``only`` these), as far as the user's constraints allow them.
 
     Data parallelism with even and proportional shares, the latter with sharded parameters (ZeRO-3), and the
     best program that does not divide the batch (tensor parallelism).
@@ -30,6 +31,8 @@ def baselines(ctx: Synthesis, costs: CostModel) -> dict[str, Candidate]:
         ("zero_like", known.zero_like(ctx.theory), proportional(costs)),
         ("tensor_parallel", known.tensor_parallel(ctx.theory), proportional(costs)),
     ):
+        if only is not None and name not in only:
+            continue
         if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
             continue
         same = candidates.get("data_parallel_even")

@@ -7,7 +7,6 @@ The stages in the order of the data's way: trace, rules, then search and ratios 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -17,35 +16,28 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat, has_machines
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.candidate import Candidate
-from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, Segments, parted
-from hetspmd.optimize.following import followed, warn_of_strays
-from hetspmd.optimize.free_running import free_running, in_own_turns, own_turns_like
-from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
-from hetspmd.optimize.in_micro_batches import best_number, composed, in_micro_batches
-from hetspmd.optimize.memory_bound import require_room
+from hetspmd.optimize.compilation import Compilation, plan_across, plan_in, plan_of
+from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
+from hetspmd.optimize.following import warn_of_strays
+from hetspmd.optimize.free_running import in_own_turns, own_turns_like
+from hetspmd.optimize.hierarchy import inside_of
+from hetspmd.optimize.in_micro_batches import Draft, best_number, composed, in_micro_batches
+from hetspmd.optimize.memory_bound import lasting_part
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
 from hetspmd.optimize.recomputation import fewest_recomputed
-from hetspmd.optimize.segmentation import in_segments
-from hetspmd.optimize.synthesis import Clock, Prepared, Synthesis
+from hetspmd.optimize.synthesis import Clock, Prepared, Synthesis, is_large
 from hetspmd.optimize.synthesize import Outcome, candidate_at
-from hetspmd.optimize.thresholds import QUICK, THRESHOLDS
-from hetspmd.optimize.zero_levels import fits_leanest, loop_like, rereads_like, synthesize_step, zero_of
+from hetspmd.optimize.zero_levels import loop_like, rereads_like
 from hetspmd.placement import Placement
 from hetspmd.plan.plan import Plan
-from hetspmd.plan.reports import Inside, SearchReport
-from hetspmd.plan.step_plan import Fragment, StepPlan, TimeSplit
-from hetspmd.program.checker import check
 from hetspmd.program.lengths import Matrix, Ratios, by_segment, lengths_for
-from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
 from hetspmd.program.micro_batches import MicroBatches, micro_batches
-from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.stored import as_stored
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.search.conflict import naming_conflicts
-from hetspmd.search.constraints import Constraints, resolve, spelling
+from hetspmd.search.constraints import Constraints, resolve
 from hetspmd.search.earlier_prices import EarlierPrices
-from hetspmd.search.search import Limits, Searcher, SearchResult
+from hetspmd.search.search import Limits, Searcher
 from hetspmd.search.space import search_space
 from hetspmd.trace.blocks import as_in
 from hetspmd.trace.collector import collector_paused
@@ -137,117 +129,25 @@ def compile_plan(
         prepared: list[Prepared] = []
 
         def planned(theory: Theory, batches: MicroBatches | None, quick: bool = False) -> Plan:
-            return _in(_Compilation(theory, cluster, asked, clock, batches, prices, prepared, quick=quick))
+            return plan_in(Compilation(theory, cluster, asked, clock, batches, prices, prepared, quick=quick))
 
         def lean(theory: Theory, batches: MicroBatches | None) -> bool:
-            return _Compilation(theory, cluster, asked, clock, batches, prices, prepared).fits_leanest()
+            return Compilation(theory, cluster, asked, clock, batches, prices, prepared).fits_leanest()
+
+        def drafted(theory: Theory, batches: MicroBatches | None) -> Draft:
+            return Compilation(theory, cluster, asked, clock, batches, prices, prepared, quick=True).draft()
 
         quickly = partial(planned, quick=True)
         try:
             if divided and blocks:
                 plan = fewest_recomputed(theory, blocks, cluster, count, planned, lean, quickly)
             else:
-                plan = best_number(theory, count, planned, quickly)
+                begun = (drafted, lasting_part(theory, flat(cluster))) if is_large(theory) else ()
+                plan = best_number(theory, count, planned, quickly, *begun)
         except MemoryLimitError as error:
             raise error.leave_out(asked.asked_of_memory) from error.__cause__
         warn_of_strays(plan)
         return plan
-
-
-def _in(compilation: _Compilation) -> Plan:
-    """The plan of a compilation."""
-    cluster, asked = compilation.cluster, compilation.options
-    if compilation.batches is not None or asked.zero is not None:
-        return compilation.side_by_side(flat(cluster))
-    if has_machines(cluster):
-        return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
-    return compilation.side_by_side(cluster)
-
-
-class _Compilation:
-    """The ways to plan one step on one cluster."""
-
-    def __init__(
-        self,
-        theory: Theory,
-        cluster: Cluster,
-        options: CompileOptions,
-        clock: Clock,
-        batches: MicroBatches | None,
-        prices: EarlierPrices,
-        prepared: list[Prepared],
-        *,
-        quick: bool = False,
-    ) -> None:
-        self.theory, self.cluster, self.options, self.clock = theory, cluster, options, clock
-        self.batches, self.prices, self.prepared, self.quick = batches, prices, prepared, quick
-        self.limits = Limits(seconds=options.time_limit)
-        self.constraints = composed(theory, batches, self._asked(theory))
-
-    def _asked(self, theory: Theory) -> Constraints:
-        """The user's constraints."""
-        asked, level = resolve(theory, self.options.constraints), self.options.zero
-        return asked if level is None else zero_of(theory, asked, level)
-
-    def _context(self, cluster: Cluster, **options: Any) -> Synthesis:
-        """The context of the step on a cluster, with what was made for another number of micro-batches."""
-        prepared = None
-        if self.batches is not None:
-            if not self.prepared or self.prepared[0].theory is not self.theory:
-                with self.clock("synth"):
-                    self.prepared[:] = [Prepared(self.theory, self.constraints)]
-            (prepared,) = self.prepared
-        asked = self.constraints, self.limits, self.clock
-        return Synthesis(self.theory, cluster, *asked, batches=self.batches, prepared=prepared, **options)
-
-    def fits_leanest(self) -> bool:
-        """Whether ZeRO-3 fits the single devices, where it may be taken."""
-        if self.options.zero not in (None, 3):
-            return False
-        cluster = flat(self.cluster)
-        try:
-            with self.clock("synth"):
-                require_room(self.theory, cluster, self.batches, self.constraints, compare=False)
-        except MemoryLimitError:
-            return False
-        return fits_leanest(self._context(cluster))
-
-    def side_by_side(self, cluster: Cluster) -> Plan:
-        """The plan of the single devices of a cluster."""
-        asked = self.options.constraints
-        with self.clock("synth"):
-            compare = self.options.micro_batches != "auto"
-            require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
-        with naming_conflicts(self.theory, self.constraints):
-            ctx = self._context(
-                cluster,
-                earlier_prices=self.prices,
-                quick=self.quick,
-                thresholds=QUICK if self.quick and self.batches is not None else THRESHOLDS,
-            )
-            ctx, outcome = synthesize_step(ctx, self.options.zero)
-            segments = self._segments()
-            waits = self.options.zero in (2, 3) or segments not in ("auto", 1)
-            if self.options.micro_batches == "auto" and not waits:
-                ctx, outcome = free_running(ctx, outcome)
-        ctx, outcome = in_segments(ctx, outcome, segments, self._asked)
-        return following_plan(ctx, outcome, asked) if self.batches is None else plan_of(ctx, outcome, asked)
-
-    def _segments(self) -> Segments:
-        """How many segments there may be. In micro-batches there is one unless more are asked for: what crosses a
-        cut is exchanged in each of them."""
-        asked = self.options.segments
-        return 1 if asked == "auto" and self.batches is not None else asked
-
-    def across(self) -> Plan:
-        """The plan across the cluster's machines, as virtual devices."""
-        asked = self.options.constraints
-        with naming_conflicts(self.theory, self.constraints):
-            ctx = Synthesis(self.theory, self.cluster, self.constraints, self.limits, self.clock)
-            step = step_across(ctx)
-        ctx, step = segments_across(ctx, step, self.options.segments, lambda cut: resolve(cut, asked))
-        plan = _plan_across(ctx, step, asked)
-        return followed(plan, self.limits, self.clock, partial(_plan_that_fits, asked=asked))
 
 
 def _like(
@@ -276,97 +176,8 @@ def _like(
 def _plan_at(ctx: Synthesis, candidate: Candidate) -> Plan:
     """The plan of one candidate, with nothing beside it."""
     if has_machines(ctx.cluster):
-        return _plan_across(ctx, (Outcome(candidate, {}, ()), inside_of(ctx, candidate)))
+        return plan_across(ctx, (Outcome(candidate, {}, ()), inside_of(ctx, candidate)))
     return plan_of(ctx, Outcome(candidate, {}, ()))
-
-
-def following_plan(ctx: Synthesis, outcome: Outcome, asked: _Constraints) -> Plan:
-    """The plan of an outcome, with modules that follow others in their shards if that can be. ``asked``: the user's
-    constraints."""
-
-    def planned(other: Synthesis, candidate: Candidate) -> Plan:
-        return plan_of(other, replace(outcome, best=candidate), asked)
-
-    return followed(plan_of(ctx, outcome, asked), ctx.limits, ctx.clock, planned)
-
-
-def plan_of(
-    ctx: Synthesis, outcome: Outcome, asked: _Constraints = None, inside: Inside | None = None
-) -> Plan:
-    """The plan of an outcome, whose program is proved here. ``asked``: the user's constraints."""
-    best = outcome.best
-    check(ctx.theory, best.program)
-    check_schedule(ctx.theory.graph, best.program, best.schedule)
-    if ctx.batches is not None:
-        check_loop(ctx.theory, ctx.batches.loop)
-        check_repeated(ctx.theory, ctx.batches.loop, ctx.batches.repeated)
-        check_own_turns(ctx.theory, ctx.batches, best.program, best.lengths.world)
-    fragment = Fragment(
-        program=best.program,
-        schedule=best.schedule,
-        ratios=best.ratios,
-        lengths=best.lengths,
-        active=best.active,
-        inside=inside,
-    )
-    return Plan(
-        graph=ctx.theory.graph,
-        step_plan=StepPlan(fragments=(fragment,), split=_split_of(ctx.batches)),
-        cluster=ctx.cluster,
-        cost=best.measured_cost,
-        search=_report(best.result),
-        baselines=outcome.baselines,
-        iterations=outcome.iterations,
-        constraints={
-            glob: form if isinstance(form, str) else spelling(form) for glob, form in (asked or {}).items()
-        },
-        over_memory=outcome.over_memory,
-        considered=outcome.considered,
-    )
-
-
-def _split_of(batches: MicroBatches | None) -> TimeSplit:
-    if batches is None:
-        return TimeSplit()
-    return TimeSplit(batches.count, tuple(sorted(batches.repeated)), batches.own_turns)
-
-
-def _plan_across(ctx: Synthesis, step: Step, asked: _Constraints = None) -> Plan:
-    """The plan of a step across virtual devices. Its baselines are those of single accelerators, if there are
-    any, and one segment where it has several."""
-    outcome, inside = step
-    baselines = {name: seconds for name, seconds in outcome.baselines.items() if name == "one_segment"}
-    plan = plan_of(ctx, replace(outcome, baselines=baselines, over_memory=()), asked, inside)
-    cost, more = plan.cost, inside.seconds
-    memory = tuple(k * n for k, n in zip(ctx.cluster.accelerators, inside.memory_bytes, strict=True))
-    return replace(
-        plan,
-        cost=replace(
-            cost,
-            step_seconds=cost.step_seconds + more,
-            stage_seconds=cost.stage_seconds + more,
-            communication_seconds=cost.communication_seconds + more,
-            memory_bytes=memory,
-        ),
-    )
-
-
-def _plan_that_fits(ctx: Synthesis, candidate: Candidate, asked: _Constraints) -> Plan | None:
-    """The plan of a candidate of machines; None where it does not fit their accelerators."""
-    inside = inside_of(ctx, candidate)
-    if lacking(ctx.cluster, inside):
-        return None
-    return _plan_across(ctx, (Outcome(candidate, {}, ()), inside), asked)
-
-
-def _report(result: SearchResult) -> SearchReport:
-    return SearchReport(
-        cost=result.cost,
-        lower_bound=result.lower_bound,
-        gap=result.gap,
-        stop_reason=result.stop_reason,
-        expansions=result.expansions,
-    )
 
 
 def plan_for(

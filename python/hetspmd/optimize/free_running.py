@@ -26,6 +26,7 @@ from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, s
 from hetspmd.optimize.considered import instead
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome
+from hetspmd.placement import REPLICATE
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Considered
 from hetspmd.program.lengths import Lengths, Matrix, by_segment, lengths_for
@@ -86,6 +87,8 @@ def _without_waits(ctx: Synthesis, best: Candidate) -> list[Candidate]:
         return phases[instruction] != "in" or row == rows[instruction]
 
     def divided(active: tuple[int, ...], at: tuple[Matrix, Lengths]) -> list[Candidate]:
+        if ctx.brief and (own.costs(active).capacity < whole).any():
+            return []
         stored = {**ctx.constraints.forms, **stored_forms(theory, best.result.rows)}
         found = (
             searched_within(
@@ -95,6 +98,7 @@ def _without_waits(ctx: Synthesis, best: Candidate) -> list[Candidate]:
         )
         return [c for c in found if c is not None and not waits_in_loop(theory.graph, together, c.program)]
 
+    whole = _read_whole(theory, together)
     distance = best.evaluator.prefetch_distance
     waits = waits_in_loop(theory.graph, batches, best.program)
     candidates = divided(best.active, (best.ratios, best.lengths)) if waits else [best]
@@ -102,6 +106,20 @@ def _without_waits(ctx: Synthesis, best: Candidate) -> list[Candidate]:
         ratios = by_segment(proportional(own.costs(ctx.everyone)), theory.axes.segments)
         candidates += divided(ctx.everyone, (ratios, lengths_for(theory.axes, ratios)))
     return candidates
+
+
+def _read_whole(theory: Theory, batches: MicroBatches) -> int:
+    """Bytes of parameters that a device holds whole through the loop, if it computes as the micro-batches do."""
+    graph, loop = theory.graph, batches.loop
+    whole: dict[int, int] = {}
+    for instruction in graph.instructions:
+        if loop.phases[instruction.id] != "in":
+            continue
+        for t, form in zip(instruction.inputs, loop.rows[instruction.id].pre, strict=True):
+            if t in graph.parameter_of and form == REPLICATE:
+                root = graph.parameter_of[t]
+                whole[root] = max(whole.get(root, 0), graph.tensors[t].nbytes)
+    return sum(whole.values())
 
 
 def own_turns_like(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hetspmd.errors import DroppedOutputWarning, MemoryLimitError, MicroBatchError
@@ -68,8 +68,37 @@ Planned = Callable[[Theory, MicroBatches | None], Plan]
 """What makes the plan of a step in micro-batches."""
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What is known of the plan of a step before it is made.
+
+    seconds          of the step, or more than it takes
+    memory_is_short  memory may keep a faster program from being the plan
+    plan             makes the plan
+    """
+
+    seconds: float
+    memory_is_short: bool
+    plan: Callable[[], Plan]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Draft:
+        """That of a plan that has been made."""
+        seconds = plan.cost.step_seconds
+        return cls(seconds, memory_is_short(plan.considered, seconds), lambda: plan)
+
+
+Drafted = Callable[[Theory, MicroBatches | None], Draft]
+"""What begins the plan of a step in micro-batches."""
+
+
 def best_number(
-    theory: Theory, count: int | Literal["auto"], planned: Planned, quickly: Planned | None = None
+    theory: Theory,
+    count: int | Literal["auto"],
+    planned: Planned,
+    quickly: Planned | None = None,
+    drafted: Drafted | None = None,
+    lasting: float | None = None,
 ) -> Plan:
     """The plan in ``count`` micro-batches; for ``"auto"`` the fastest of those in one, two, four and so on, or in a
     number between the best of these and its half, where each micro-batch communicates.
@@ -77,44 +106,105 @@ def best_number(
     More are tried as long as memory is short: where none fits, or where it may have kept a faster program from
     being the best, until one is not faster than the one before. ``quickly`` makes plans like ``planned`` but says
     sooner that none fits (default: ``planned``); where it finds none in any number, ``planned`` is asked for one in
-    the most.
+    the most. ``drafted`` begins those of ``quickly``, of which only the best is made. ``lasting``: the part of the
+    devices' memory that is held in any number, of which those that lack much by it are left out.
 
     Raises what the last one raised, if none fits, and MicroBatchError for a step that does not fit and cannot be
     divided.
     """
     if count != "auto":
         return planned(*in_micro_batches(theory, count))
-    quickly = quickly or planned
-    number, most = 1, max(samples(theory, theory.batch_axes), 1)
-    best: tuple[Plan, int] | None = None
-    lacking: MemoryLimitError | None = None
-    short = 0
-    while True:
-        try:
-            plan = quickly(*in_micro_batches(theory, number))
-        except MemoryLimitError as error:
-            lacking = error
-            short = number if best is None else short
-        except MicroBatchError as error:
-            if best is not None:
-                break
-            raise MicroBatchError(f"{error}. In one it does not fit: {lacking}") from lacking
-        else:
-            if best is not None and plan.cost.step_seconds >= best[0].cost.step_seconds:
-                break
-            best = plan, number
-            if not memory_is_short(plan.considered, plan.cost.step_seconds):
-                break
-        if number >= most:
-            break
-        number = min(2 * number, most)
+    thorough, quickly = planned, quickly or planned
+    numbers = _Numbers(theory, drafted or _drafts(quickly), lasting)
+    best = numbers.fewest()
     if best is None:
-        assert lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
-        if quickly is planned:
-            raise lacking
-        return planned(*in_micro_batches(theory, number))
-    plan, number = best
+        assert numbers.lacking is not None, "no number of micro-batches fits, so the last one lacks memory"
+        if quickly is thorough:
+            raise numbers.lacking
+        return thorough(*in_micro_batches(theory, numbers.all[-1]))
+    (plan, number), short = numbers.fastest(best), numbers.short
     return _fewer(theory, plan, (short, number), quickly) if 2 * short >= number else plan
+
+
+def _drafts(planned: Planned) -> Drafted:
+    return lambda theory, batches: Draft.of(planned(theory, batches))
+
+
+class _Numbers:
+    """The numbers of micro-batches one, two, four and so on, and what drafts in them have told."""
+
+    def __init__(self, theory: Theory, drafted: Drafted, lasting: float | None) -> None:
+        most = max(samples(theory, theory.batch_axes), 1)
+        self.all = [1]
+        while self.all[-1] < most:
+            self.all.append(min(2 * self.all[-1], most))
+        self.short = 0
+        """The largest number in which nothing fits, of those that are smaller than any in which something does."""
+        self.lacking: MemoryLimitError | None = None
+        self._theory, self._drafted, self._lasting = theory, drafted, lasting
+
+    def _in(self, place: int) -> Draft:
+        return self._drafted(*in_micro_batches(self._theory, self.all[place]))
+
+    def fewest(self) -> tuple[Draft, int] | None:
+        """The draft in the fewest micro-batches that fit, and their number's place; None where none fits."""
+        place = before = 0
+        while True:
+            try:
+                found = self._in(place)
+                break
+            except MemoryLimitError as error:
+                self.lacking, self.short = error, self.all[place]
+                if place + 1 == len(self.all):
+                    return None
+                before, place = place + 1, self._next(place, error)
+            except MicroBatchError as error:
+                if place == before:
+                    raise MicroBatchError(
+                        f"{error}. In one it does not fit: {self.lacking}"
+                    ) from self.lacking
+                place = before
+        # Of the numbers that were left out, the last ones may do.
+        for fewer in range(place - 1, before - 1, -1):
+            try:
+                found, place = self._in(fewer), fewer
+            except MemoryLimitError:
+                self.short = self.all[fewer]
+                break
+        return found, place
+
+    def _next(self, place: int, lacking: MemoryLimitError) -> int:
+        """The place of the next number, after those in which programs like the one that lacks least lack memory,
+        too: what they do not hold in any number falls with the number."""
+        if self._lasting is None:
+            return place + 1
+        missing = max((amount / max(have, 1) for amount, have in lacking.lacking.values()), default=0.0)
+        free = 1 - self._lasting
+        enough = self.all[place] * (missing + free) / free if free > 0 else 0.0
+        return max(p for p, number in enumerate(self.all) if number <= enough or p == place + 1)
+
+    def fastest(self, fewest: tuple[Draft, int]) -> tuple[Plan, int]:
+        """The fastest plan, and its number, of the fewest micro-batches that fit and of more, each twice as many,
+        as long as memory is short and the next draft is faster than the best before. Where drafts are nearly as
+        good as each other, the plans decide."""
+        best, at = fewest
+        drafts = [(best, self.all[at])]
+        for place in range(at + 1, len(self.all)):
+            if not best.memory_is_short:
+                break
+            try:
+                other = self._in(place)
+            except MemoryLimitError:
+                continue
+            except MicroBatchError:
+                break
+            drafts.append((other, self.all[place]))
+            if other.seconds >= best.seconds:
+                break
+            best = other
+        most = best.seconds * (1 + THRESHOLDS.near_draft)
+        plans = [(draft.plan(), number) for draft, number in drafts if draft.seconds <= most]
+        return min(plans, key=lambda made: made[0].cost.step_seconds)
 
 
 def _fewer(theory: Theory, best: Plan, between: tuple[int, int], planned: Planned) -> Plan:

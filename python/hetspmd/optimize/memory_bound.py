@@ -10,6 +10,7 @@ import numpy as np
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import device_word
 from hetspmd.cost.least_memory import LeastMemory
+from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import DroppedOutputWarning, MemoryBoundError, MicroBatchError
 from hetspmd.optimize.in_micro_batches import in_micro_batches
@@ -56,6 +57,19 @@ def require_room(
         enough=enough,
         word=device_word(cluster),
     )
+
+
+def lasting_part(theory: Theory, cluster: Cluster) -> float:
+    """The part of the memory of all devices that parameters, the optimizer's state and gradients fill that are
+    nowhere held twice; 0 where the cluster does not say how much there is."""
+    room = float(sum(device.memory for device in cluster.devices))
+    held = 0
+    for parameter in theory.graph.parameters:
+        meta = theory.graph.tensors[parameter.tensor]
+        held += meta.nbytes
+        if parameter.gradient is not None:
+            held += meta.nbytes + meta.numel * OPTIMIZER_BYTES
+    return min(held / room, 1.0) if np.isfinite(room) else 0.0
 
 
 def _in_turns(

@@ -9,7 +9,7 @@ cost together, of which the latter can be hidden), and which of them comes out c
 from __future__ import annotations
 
 from hetspmd.cost.model import CostModel
-from hetspmd.optimize.alternation import Rounds, with_best_ratios
+from hetspmd.optimize.alternation import Rounds, fits_at_no_ratios, with_best_ratios
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, is_better
 from hetspmd.optimize.prefetch import prefetched
 from hetspmd.optimize.synthesis import Synthesis
@@ -38,6 +38,8 @@ def overlap_variants(
             reason = f"hidden communication at {weight:g} of its cost, at {place.reason}"
             evaluator = Evaluator(ctx, costs, other, active, searched_at, reason)
             candidates.append(evaluator(place.ratios, place.lengths))
+            if ctx.brief and fits_at_no_ratios(candidates[-1]):
+                continue
             ratios, lengths = with_best_ratios(evaluator, costs, place.ratios, place.lengths)
             candidates.append(evaluator(ratios, lengths, but=", best ratios"))
     best = best_of(ctx, [best, *candidates]) or best

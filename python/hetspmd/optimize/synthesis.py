@@ -43,6 +43,11 @@ class Clock:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
+def is_large(theory: Theory) -> bool:
+    """Whether a step has so many instructions that not all of several ways to plan it are tried."""
+    return len(theory.graph.instructions) >= THRESHOLDS.many_instructions
+
+
 class Prepared:
     """What is made once for steps in several numbers of micro-batches, which have the same space of programs: the
     search core, whose searches then start from the messages of all earlier ones, and what holding tensors costs.
@@ -133,6 +138,11 @@ class Synthesis:
         vars(other).pop("_models", None)
         object.__setattr__(other, "batches", in_own_turns(self.theory, self.batches, turns))
         return other
+
+    @property
+    def brief(self) -> bool:
+        """Whether this is a quick synthesis of a step so large that what can hardly be the best is not tried."""
+        return self.quick and is_large(self.theory)
 
     @property
     def everyone(self) -> tuple[int, ...]:

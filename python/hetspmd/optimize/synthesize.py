@@ -87,16 +87,32 @@ class _Subset:
     rounds: Rounds
 
 
-def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None) -> Outcome:
+def rounds_on_all(ctx: Synthesis) -> Rounds:
+    """The rounds of search and ratios on all devices, with which a synthesis begins."""
+    costs = ctx.costs(ctx.everyone)
+    return alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
+
+
+def synthesize(
+    ctx: Synthesis,
+    subsets: Iterable[tuple[int, ...]] | None = None,
+    rounds: Rounds | None = None,
+    *,
+    beside: bool = False,
+) -> Outcome:
     """The best candidate on all devices or on one of the ``subsets`` (default: those that may be faster).
+
+    ``rounds``: those on all devices, where they have been made. ``beside``: the outcome is one of several, of
+    which another one has the baselines: in a brief synthesis its best candidate has no bound of its own lengths,
+    and of known kinds only tensor parallelism is tried, since the levels of ZeRO are.
 
     Raises InfeasibleError, MemoryLimitError and SearchError as :func:`hetspmd.compile` does.
     """
     costs = ctx.costs(ctx.everyone)
-    rounds = alternate(ctx, costs, ctx.everyone, starting_ratios(costs))
+    rounds = rounds or rounds_on_all(ctx)
     if ctx.quick and not any(candidate.fits for candidate in rounds.candidates):
         raise _none_fits(rounds.lacking)  # fewer devices have less memory; ZeRO's levels are tried besides
-    kinds = baselines(ctx, costs)
+    kinds = baselines(ctx, costs, ("tensor_parallel",) if beside and ctx.brief else None)
     tried = [*kinds.values(), *rounds.candidates]
     best = best_of(ctx, tried)
     if best is None:
@@ -139,7 +155,7 @@ def synthesize(ctx: Synthesis, subsets: Iterable[tuple[int, ...]] | None = None)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
     return Outcome(
-        best=certified(ctx, best),
+        best=best if beside and ctx.brief else certified(ctx, best),
         baselines=seconds,
         iterations=tuple(own.iterations),
         over_memory=tuple(over),

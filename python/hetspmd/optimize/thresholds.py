@@ -27,6 +27,14 @@ class Thresholds:
     """The part of a device's memory that the nearest program lacks, from which on a quick synthesis tries no other
     ratios, and that a program lacks with one sample in each micro-batch, where it is tried in no number of them."""
 
+    out_of_reach: float = 3.0
+    """Times the best seconds that a level of ZeRO takes at least with parameters stored in one way, from which on
+    it is not tried in others: these differ in latencies and in padding."""
+
+    near_draft: float = 0.05
+    """Drafts of plans in several numbers of micro-batches that are slower than the best by at most this part are
+    made plans: storage, hidden communication and fewer devices may gain as much."""
+
     bounded_again: float = 0.97
     """Times the bound of a device whose whole units were more than fits, for the next attempt: all of them together
     take a tenth off, which is more than a unit of most axes."""
@@ -84,7 +92,8 @@ class Thresholds:
     """The part by which a candidate that does not fit must be faster than the best for memory to be short."""
 
     many_instructions: int = 4000
-    """Instructions of a step from which a compilation takes too long for recomputation to be settled by several."""
+    """Instructions of a step from which a compilation takes too long for recomputation to be settled by several,
+    and plans in several numbers of micro-batches are drafted before one of them is made."""
 
     storage_rounds: int = 2
     """Rounds through all groups of parameters."""

@@ -16,26 +16,26 @@ Seconds and memory are those of :class:`~hetspmd.optimize.candidate.Candidate`, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Final
 
 import numpy as np
 
-from hetspmd.codec.tables import counted
 from hetspmd.cost.lasting_bytes import lasting_bytes
 from hetspmd.cost.memory import OPTIMIZER_BYTES
 from hetspmd.cost.model import Array
 from hetspmd.errors import ConstraintError, MemoryLimitError
-from hetspmd.optimize.alternation import nearest, with_best_ratios
+from hetspmd.optimize.alternation import Rounds, nearest
 from hetspmd.optimize.baselines import baselines
 from hetspmd.optimize.candidate import Candidate, Evaluator, best_of, bounded, searched_within
 from hetspmd.optimize.considered import among, instead, memory_is_short
 from hetspmd.optimize.outside_of_the_loop import lacks_outside
-from hetspmd.optimize.prefetch import further, like, storage_axes, stored_evenly
+from hetspmd.optimize.prefetch import further, storage_axes, stored_evenly
 from hetspmd.optimize.synthesis import Synthesis
-from hetspmd.optimize.synthesize import Outcome, synthesize
+from hetspmd.optimize.synthesize import Outcome, rounds_on_all, synthesize
+from hetspmd.optimize.taken_out import taken_out, used_in_loop
 from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import REPLICATE, Placement, is_sharded
 from hetspmd.plan.plan import Plan
@@ -43,7 +43,7 @@ from hetspmd.plan.reports import Considered
 from hetspmd.program.lengths import Lengths, by_segment, lengths_for
 from hetspmd.program.loop_steps import repeatable
 from hetspmd.program.micro_batches import MicroBatches
-from hetspmd.program.program import Communicate, Compute, Program
+from hetspmd.program.program import Compute
 from hetspmd.ratios.starts import proportional
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
@@ -56,27 +56,72 @@ _LEVELS: Final = {1: "zero_1", 2: "zero_2", 3: "zero_3"}
 _LEANEST: Final = 3
 
 
-def synthesize_step(ctx: Synthesis, level: int | None = None) -> tuple[Synthesis, Outcome]:
+@dataclass(frozen=True)
+class Begun:
+    """A step of which the first searches have been made.
+
+    levels     the levels of ZeRO
+    leave_out  a program whose collectives are outside of the loop lacks memory
+    rounds     then, in a brief synthesis, the rounds of search and ratios on all devices, with collectives in it
+    in_loop    the best candidate of these, if one fits
+    fitting    this one and ZeRO-3, if they fit, with collectives taken out of the loop
+    """
+
+    levels: _Levels
+    leave_out: bool
+    rounds: Rounds | None = None
+    in_loop: Candidate | None = None
+    fitting: tuple[Candidate, ...] = ()
+
+    @property
+    def seconds(self) -> float | None:
+        """Those of the fastest candidate; None where none is known."""
+        return min((c.seconds for c in self.fitting), default=None)
+
+
+def begin_step(ctx: Synthesis) -> Begun:
+    """The first searches of a step.
+
+    Raises what :func:`~hetspmd.optimize.synthesize.synthesize` raises but for MemoryLimitError.
+    """
+    levels = _Levels(ctx)
+    # A program that holds no more than one whose collectives are outside of the loop has them in it.
+    if ctx.batches is None or not lacks_outside(ctx, partial(levels.at, 1)):
+        return Begun(levels, leave_out=False)
+    if not ctx.brief:
+        return Begun(levels, leave_out=True)
+    own = ctx.with_repeated(_repeated(ctx))
+    rounds = rounds_on_all(own)
+    best = best_of(own, rounds.candidates)
+    seconds = None if best is None else best.seconds
+    found = [taken_out(c, seconds) for c in (best, levels.at(_LEANEST, seconds)) if c is not None]
+    return Begun(levels, True, rounds, best, tuple(c for c in found if c is not None))
+
+
+def synthesize_step(ctx: Synthesis, begun: Begun | int | None = None) -> tuple[Synthesis, Outcome]:
     """The best candidate of a step, and the context that says which collectives are in its loop: those of a level
-    of ZeRO, or such as the search decides.
+    of ZeRO that is given in the place of what has ``begun``, or such as the search decides.
 
     Raises what :func:`~hetspmd.optimize.synthesize.synthesize` raises.
     """
     batches = ctx.batches
-    if level is not None:
-        ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, level))
-        return ctx, _at_level(ctx, level)
-    levels = _Levels(ctx)
-    # A program that holds no more than one whose collectives are outside of the loop has them in it.
-    leave_out = batches is not None and lacks_outside(ctx, partial(levels.at, 1))
-    outcome, lacking = (None, None) if leave_out else _planned(ctx)
+    if isinstance(begun, int):
+        ctx = ctx.with_repeated(repeated_in(ctx.theory, batches, begun))
+        return ctx, _at_level(ctx, begun)
+    begun = begun or begin_step(ctx)
+    levels = begun.levels
+    outcome, lacking = (None, None) if begun.leave_out else _planned(ctx)
     if outcome is not None and not memory_is_short(outcome.considered, outcome.best.seconds):
         return ctx, outcome if batches is None else _beside(outcome, levels.every())
     outcome = None if outcome is None else _beside(outcome, levels.every())
-    in_loop, missing = (None, None) if batches is None else _planned(ctx.with_repeated(_repeated(ctx)))
-    leanest = [c for c in (levels.at(_LEANEST),) if c is not None]
-    taken_out = [_taken_out(c) for c in ([in_loop.best] if in_loop else []) + leanest]
-    best = best_of(ctx, [c for c in taken_out if c is not None])
+    in_loop, missing = (None, None) if batches is None else _in_loop(ctx, begun.rounds)
+    fitting: list[Candidate | None] = list(begun.fitting)
+    if in_loop is not None and in_loop.best is not begun.in_loop:
+        fitting.append(taken_out(in_loop.best))
+    if begun.rounds is None:
+        leanest = levels.at(_LEANEST)
+        fitting += [] if leanest is None else [taken_out(leanest)]
+    best = best_of(ctx, [c for c in fitting if c is not None])
     if best is None or (outcome is not None and outcome.best.seconds <= best.seconds):
         if outcome is None:
             lacking = nearest(lacking, missing)
@@ -142,6 +187,15 @@ def _planned(
         return None, error
 
 
+def _in_loop(ctx: Synthesis, rounds: Rounds | None) -> tuple[Outcome | None, MemoryLimitError | None]:
+    """The best candidate with every collective in the loop that can be there. Its bound is
+    proved of what is left in the loop."""
+    try:
+        return synthesize(ctx.with_repeated(_repeated(ctx)), rounds=rounds, beside=True), None
+    except MemoryLimitError as error:
+        return None, error
+
+
 def _beside(outcome: Outcome, levels: Mapping[int, Candidate]) -> Outcome:
     """The outcome with the levels of ZeRO among its baselines."""
     named = {_LEVELS[level]: candidate for level, candidate in levels.items()}
@@ -182,13 +236,15 @@ class _Levels:
     def __init__(self, ctx: Synthesis) -> None:
         self._ctx, self._found = ctx, dict[int, Candidate | None]()
 
-    def at(self, level: int) -> Candidate | None:
-        """That of a level; None where the constraints exclude it, or it is the level before."""
+    def at(self, level: int, best: float | None = None) -> Candidate | None:
+        """That of a level; None where the constraints exclude it, or it is the level before. ``best``: seconds of
+        another candidate that fits."""
         if level == 2 and self._ctx.batches is None:  # there it is level 1
             return None
         if level not in self._found:
-            ways = _level(self._ctx, level)
-            self._found[level] = (best_of(self._ctx, ways) or ways[-1]) if ways else None
+            ways = _level(self._ctx, level, best)
+            several = best_of(self._ctx, ways) if len(ways) > 1 else None
+            self._found[level] = several or (ways[-1] if ways else None)
         return self._found[level]
 
     def every(self) -> dict[int, Candidate]:
@@ -196,9 +252,11 @@ class _Levels:
         return {level: c for level in _LEVELS if (c := self.at(level)) is not None}
 
 
-def _level(ctx: Synthesis, level: int) -> list[Candidate]:
+def _level(ctx: Synthesis, level: int, best: float | None = None) -> list[Candidate]:
     """A level of ZeRO at proportional ratios: with parameters stored in these shares, in even ones, and in those
-    that fill each device's memory, where it is known."""
+    that fill each device's memory, where it is known. In a brief synthesis only the first of them where memory has
+    no room for the level in any number of micro-batches, or where its collectives alone take many times as long as
+    the ``best`` other candidate: how parameters are stored changes neither."""
     wanted, theory = zero(ctx.theory, level), ctx.theory
     if any(wanted.forms.get(t, form) != form for t, form in ctx.constraints.forms.items()):
         return []
@@ -218,7 +276,7 @@ def _level(ctx: Synthesis, level: int) -> list[Candidate]:
 
     lengths = lengths_for(theory.axes, ratios)
     candidates = at(lengths, "")
-    for candidate in candidates[:1]:
+    for candidate in () if ctx.brief and _out_of_reach(ctx, level, candidates, best) else candidates[:1]:
         free = storage_axes(theory, candidate.program)
         even = stored_evenly(theory, lengths, ratios, free)
         candidates += otherwise(candidate, even, ", stored evenly")
@@ -228,6 +286,14 @@ def _level(ctx: Synthesis, level: int) -> list[Candidate]:
                 filled = stored_evenly(theory, lengths, ratios, free, room.tolist())
                 candidates += otherwise(candidate, filled, ", stored where there is room")
     return candidates
+
+
+def _out_of_reach(ctx: Synthesis, level: int, candidates: Sequence[Candidate], best: float | None) -> bool:
+    """Whether a level is no more than a baseline, from its first candidate."""
+    if level < _LEANEST and ctx.prepared is not None and ctx.prepared.lacks_outside:
+        return True
+    times = ctx.thresholds.out_of_reach
+    return best is not None and any(c.stages.lower_bound > times * best for c in candidates)
 
 
 def _room(candidate: Candidate, capacity: Array, free: frozenset[int]) -> Array:
@@ -309,84 +375,11 @@ def rereads_like(theory: Theory, forms: Mapping[int, Placement], like: Plan) -> 
     return allowed
 
 
-def _taken_out(candidate: Candidate) -> Candidate | None:
-    """The candidate with as many collectives taken out of its loop as fit the memory; None where it does not fit
-    with all of them in the loop, at no ratios.
-
-    A parameter that is gathered before the loop is gathered once, and read in the backward as it was gathered, so
-    that it saves up to two collectives in each micro-batch; a gradient saves one. Parameters come first.
-    """
-    evaluator, ctx = candidate.evaluator, candidate.evaluator.ctx
-    costs = ctx.costs(candidate.active)
-    if not candidate.fits:
-        ratios, lengths = with_best_ratios(evaluator, costs, candidate.ratios, candidate.lengths)
-        candidate = evaluator(ratios, lengths)
-        if not candidate.fits:
-            return None
-    order = _in_loop(candidate)
-    best = candidate
-    least, most = 0, len(order) + 1
-    while most - least > 1:
-        count = (least + most) // 2 if least or most <= len(order) else len(order)
-        other = _without(candidate, order[:count])
-        if other is None or not other.fits:
-            most = count
-            continue
-        least = count
-        best = best_of(ctx, [best, other]) or best
-    return best
-
-
-def _in_loop(candidate: Candidate) -> list[int]:
-    """The parameters and gradients whose collectives are in the loop, and the parameters that the backward gathers
-    again, in the order in which they are taken out."""
-    ctx, graph = candidate.evaluator.ctx, candidate.evaluator.ctx.theory.graph
-    moved = dict.fromkeys(graph.parameter_of.get(t, t) for t in _used(ctx, candidate.program))
-    for step in candidate.program.steps:
-        if (
-            isinstance(step, Compute)
-            and step.instruction in graph.second_reads
-            and is_sharded(step.row.pre[0])
-        ):
-            moved[graph.second_reads[step.instruction]] = None
-    again = [p.tensor for p in graph.parameters if p.tensor in moved]
-    return [*again, *(t for t in moved if t not in again)]
-
-
-def _used(ctx: Synthesis, program: Program) -> list[int]:
-    """The tensors of which collectives are in the program's loop by choice."""
-    steps = [s for s in program.steps if isinstance(s, Communicate)]
-    return [] if ctx.batches is None else [s.tensor for s in steps if ctx.batches.repeats(s)]
-
-
-def _without(candidate: Candidate, outside: Sequence[int]) -> Candidate | None:
-    """The candidate with the collectives of these parameters and gradients outside of the loop."""
-    ctx, theory = candidate.evaluator.ctx, candidate.evaluator.ctx.theory
-    roots, out = theory.graph.parameter_of, frozenset(outside)
-    repeated = frozenset[int]() if ctx.batches is None else ctx.batches.repeated
-    own = ctx.with_repeated(frozenset(t for t in repeated if roots.get(t, t) not in out))
-    rows = candidate.result.rows
-    same, again = like(theory, rows), theory.graph.second_reads
-
-    def allowed(instruction: int, row: Triple, axis: int | None) -> bool:
-        if instruction in again:
-            if again[instruction] in out:
-                return row.pre[0] == REPLICATE
-            return row is theory.rows[instruction][rows[instruction]]
-        return same(instruction, row, axis)
-
-    forms = {**ctx.constraints.forms, **stored_forms(theory, rows)}
-    where = "gathered once" if ctx.batches is None else "communicated outside of the loop"
-    reason = f"{candidate.reason}, {counted(len(outside), 'tensor')} {where}"
-    distance, at = candidate.evaluator.prefetch_distance, (candidate.ratios, candidate.lengths)
-    return searched_within(own, candidate.active, Constraints(forms, allowed), at, reason, distance)
-
-
 def _certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
     """The candidate with the bound of all programs at its lengths, wherever their collectives stand: none takes
     less than outside of the loop."""
     own = candidate.evaluator.ctx
-    own = own.with_repeated(frozenset(_used(own, candidate.program)))
+    own = own.with_repeated(frozenset(used_in_loop(own, candidate.program)))
     active, lengths = candidate.active, candidate.lengths
     whole = ctx.search(ctx.costs(active), lengths, start=candidate.result, certain=True)
     costs = own.costs(active)

@@ -54,6 +54,10 @@ class EarlierPrices:
     found_on: tuple[int, ...] | None = None
     exceeded: tuple[tuple[int, ...], int] | None = None
 
+    def become(self, other: EarlierPrices) -> None:
+        """Tell the next searches what ``other`` tells them."""
+        vars(self).update(vars(other))
+
     def exceeded_in(self, instructions: int) -> list[int]:
         """The same in a graph of so many instructions."""
         places, end = self.exceeded or ((), 1)

@@ -12,8 +12,9 @@ from torch import nn
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat, has_machines
 from hetspmd.errors import HetspmdError
+from hetspmd.optimize.compilation import following_plan, plan_of
 from hetspmd.optimize.compile_options import CompileOptions, Machines
-from hetspmd.optimize.compiler import compile_plan, following_plan, plan_for, plan_of
+from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.optimize.following import follows
 from hetspmd.optimize.in_micro_batches import composed, in_micro_batches
 from hetspmd.optimize.synthesis import Synthesis
