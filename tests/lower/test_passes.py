@@ -29,7 +29,7 @@ from hetspmd.lower.dump import dump_passes
 from hetspmd.lower.graph_text import graphs_text
 from hetspmd.lower.instrument import instrumented
 from hetspmd.lower.local_program import LocalGraphs, numbered
-from hetspmd.lower.passes import PASSES, Rewrite, Together
+from hetspmd.lower.passes import PASSES, OfAStep, Rewrite
 from hetspmd.lower.turn_writer import TurnGraph
 from hetspmd.lower.types import value_types
 from hetspmd.plan.plan import Plan
@@ -130,7 +130,7 @@ def test_the_architecture_page_has_the_list() -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \| (.+?) \| (.+?) \|$", page, re.M)
     assert [(name, what) for name, what, _ in rows] == [(each.name, each.what) for each in PASSES]
     for each, (_, _, named) in zip(PASSES, rows, strict=True):
-        makers = [each.run.rewrite] if isinstance(each.run, (Rewrite, Together)) else [*EMITTERS]
+        makers = [each.run.rewrite] if isinstance(each.run, (Rewrite, OfAStep)) else [*EMITTERS]
         for maker in makers:
             module = getmodule(maker)
             assert module is not None

@@ -14,7 +14,7 @@ import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.errors import MemoryLimitError, MicroBatchError
 from hetspmd.optimize import compilation, synthesis
-from hetspmd.optimize.in_micro_batches import Draft, best_number
+from hetspmd.optimize.in_micro_batches import StepDraft, best_number
 from hetspmd.optimize.memory_bound import lasting_part
 from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.program.micro_batches import MicroBatches
@@ -30,14 +30,14 @@ class Drafts:
     def __init__(self, outcomes: dict[int, Outcome]) -> None:
         self.outcomes, self.drafted, self.made = outcomes, list[int](), list[int]()
 
-    def __call__(self, _: Theory, batches: MicroBatches | None) -> Draft:
+    def __call__(self, _: Theory, batches: MicroBatches | None) -> StepDraft:
         count = 1 if batches is None else batches.count
         self.drafted.append(count)
         outcome = self.outcomes[count]
         if isinstance(outcome, Exception):
             raise outcome
         seconds, planned = outcome if isinstance(outcome, tuple) else (outcome, outcome)
-        return Draft(seconds, True, lambda: self._plan(count, planned))
+        return StepDraft(seconds, True, lambda: self._plan(count, planned))
 
     def _plan(self, count: int, seconds: float) -> Any:
         self.made.append(count)
@@ -117,7 +117,7 @@ def test_a_large_step_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[int] = []
     draft = compilation.Compilation.draft
 
-    def counted(self: compilation.Compilation) -> Draft:
+    def counted(self: compilation.Compilation) -> StepDraft:
         drafted.append(1 if self.batches is None else self.batches.count)
         return draft(self)
 

@@ -79,7 +79,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class Together:
+class OfAStep:
     """A pass that looks at the forward and the backward of a step together, if it is in one micro-batch."""
 
     rewrite: Callable[[LocalGraphs], None]
@@ -128,7 +128,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     Pass(
         "saves",
         "saves what is least to hold where elementwise ops are compiled, which compute the rest again",
-        Together(save_least),
+        OfAStep(save_least),
         compiled=True,
     ),
     Pass(

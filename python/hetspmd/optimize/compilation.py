@@ -16,7 +16,7 @@ from hetspmd.optimize.compile_options import CompileOptions, Segments
 from hetspmd.optimize.following import followed
 from hetspmd.optimize.free_running import free_running
 from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
-from hetspmd.optimize.in_micro_batches import Draft, composed
+from hetspmd.optimize.in_micro_batches import StepDraft, composed
 from hetspmd.optimize.memory_bound import require_room
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Clock, Prepared, Synthesis
@@ -98,10 +98,10 @@ class Compilation:
             return False
         return fits_leanest(self._context(cluster))
 
-    def draft(self) -> Draft:
+    def draft(self) -> StepDraft:
         """What the first searches tell of the plan, which is made when it is asked for."""
         if self.batches is None or self.options.zero is not None:
-            return Draft.of(plan_in(self))
+            return StepDraft.of(plan_in(self))
         cluster = flat(self.cluster)
         # The plan's own searches begin where those of the draft have ended, whatever is drafted in between.
         own = copy.copy(self.prices)
@@ -109,7 +109,7 @@ class Compilation:
         assert begun is not None, "no level of ZeRO is asked for"
         self.prices.become(own)
         plan = partial(self._finished, ctx, begun)
-        return Draft.of(plan()) if begun.seconds is None else Draft(begun.seconds, True, plan)
+        return StepDraft.of(plan()) if begun.seconds is None else StepDraft(begun.seconds, True, plan)
 
     def side_by_side(self, cluster: Cluster) -> Plan:
         """The plan of the single devices of a cluster."""

@@ -21,7 +21,7 @@ from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, pa
 from hetspmd.optimize.following import warn_of_strays
 from hetspmd.optimize.free_running import in_own_turns, own_turns_like
 from hetspmd.optimize.hierarchy import inside_of
-from hetspmd.optimize.in_micro_batches import Draft, best_number, composed, in_micro_batches
+from hetspmd.optimize.in_micro_batches import StepDraft, best_number, composed, in_micro_batches
 from hetspmd.optimize.memory_bound import lasting_part
 from hetspmd.optimize.partition import segmented, segments_like
 from hetspmd.optimize.prefetch import further
@@ -42,7 +42,7 @@ from hetspmd.search.space import search_space
 from hetspmd.trace.blocks import as_in
 from hetspmd.trace.collector import collector_paused
 from hetspmd.trace.graph import Graph
-from hetspmd.trace.recompute import Block
+from hetspmd.trace.recompute import Block, Chooser
 from hetspmd.trace.trace import split_example, trace
 
 _Constraints = Mapping[str, str | Placement] | None
@@ -106,15 +106,8 @@ def compile_plan(
     blocks: list[Block] = []
     with clock("total"), collector_paused():
         with clock("trace"):
-            graph = traced or trace(
-                model,
-                args,
-                kwargs,
-                loss=asked.find_loss,
-                training=training,
-                host_randomness=asked.host_randomness,
-                recompute=as_in(like.graph) if like is not None else asked.recomputed(blocks),
-            )
+            recompute = as_in(like.graph) if like is not None else asked.recomputed(blocks)
+            graph = traced or _traced(model, args, kwargs, asked, training, recompute)
             if asked.loss_only and graph.loss is not None:
                 graph = graph.without_outputs()
         with clock("rules"):
@@ -134,7 +127,7 @@ def compile_plan(
         def lean(theory: Theory, batches: MicroBatches | None) -> bool:
             return Compilation(theory, cluster, asked, clock, batches, prices, prepared).fits_leanest()
 
-        def drafted(theory: Theory, batches: MicroBatches | None) -> Draft:
+        def drafted(theory: Theory, batches: MicroBatches | None) -> StepDraft:
             return Compilation(theory, cluster, asked, clock, batches, prices, prepared, quick=True).draft()
 
         quickly = partial(planned, quick=True)
@@ -148,6 +141,25 @@ def compile_plan(
             raise error.leave_out(asked.asked_of_memory) from error.__cause__
         warn_of_strays(plan)
         return plan
+
+
+def _traced(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    asked: CompileOptions,
+    training: bool,
+    recompute: Chooser,
+) -> Graph:
+    return trace(
+        model,
+        args,
+        kwargs,
+        loss=asked.find_loss,
+        training=training,
+        host_randomness=asked.host_randomness,
+        recompute=recompute,
+    )
 
 
 def _like(

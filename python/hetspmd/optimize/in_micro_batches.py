@@ -69,7 +69,7 @@ Planned = Callable[[Theory, MicroBatches | None], Plan]
 
 
 @dataclass(frozen=True)
-class Draft:
+class StepDraft:
     """What is known of the plan of a step before it is made.
 
     seconds          of the step, or more than it takes
@@ -82,13 +82,13 @@ class Draft:
     plan: Callable[[], Plan]
 
     @classmethod
-    def of(cls, plan: Plan) -> Draft:
+    def of(cls, plan: Plan) -> StepDraft:
         """That of a plan that has been made."""
         seconds = plan.cost.step_seconds
         return cls(seconds, memory_is_short(plan.considered, seconds), lambda: plan)
 
 
-Drafted = Callable[[Theory, MicroBatches | None], Draft]
+Drafted = Callable[[Theory, MicroBatches | None], StepDraft]
 """What begins the plan of a step in micro-batches."""
 
 
@@ -127,7 +127,7 @@ def best_number(
 
 
 def _drafts(planned: Planned) -> Drafted:
-    return lambda theory, batches: Draft.of(planned(theory, batches))
+    return lambda theory, batches: StepDraft.of(planned(theory, batches))
 
 
 class _Numbers:
@@ -143,10 +143,10 @@ class _Numbers:
         self.lacking: MemoryLimitError | None = None
         self._theory, self._drafted, self._lasting = theory, drafted, lasting
 
-    def _in(self, place: int) -> Draft:
+    def _in(self, place: int) -> StepDraft:
         return self._drafted(*in_micro_batches(self._theory, self.all[place]))
 
-    def fewest(self) -> tuple[Draft, int] | None:
+    def fewest(self) -> tuple[StepDraft, int] | None:
         """The draft in the fewest micro-batches that fit, and their number's place; None where none fits."""
         place = before = 0
         while True:
@@ -183,7 +183,7 @@ class _Numbers:
         enough = self.all[place] * (missing + free) / free if free > 0 else 0.0
         return max(p for p, number in enumerate(self.all) if number <= enough or p == place + 1)
 
-    def fastest(self, fewest: tuple[Draft, int]) -> tuple[Plan, int]:
+    def fastest(self, fewest: tuple[StepDraft, int]) -> tuple[Plan, int]:
         """The fastest plan, and its number, of the fewest micro-batches that fit and of more, each twice as many,
         as long as memory is short and the next draft is faster than the best before. Where drafts are nearly as
         good as each other, the plans decide."""

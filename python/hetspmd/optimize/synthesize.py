@@ -113,15 +113,7 @@ def synthesize(
     if ctx.quick and not any(candidate.fits for candidate in rounds.candidates):
         raise _none_fits(rounds.lacking)  # fewer devices have less memory; ZeRO's levels are tried besides
     kinds = baselines(ctx, costs, ("tensor_parallel",) if beside and ctx.brief else None)
-    tried = [*kinds.values(), *rounds.candidates]
-    best = best_of(ctx, tried)
-    if best is None:
-        tried += in_shards(ctx, costs, [*kinds.values(), *rounds.replaced])
-        best = best_of(ctx, tried)
-    if best is not None:
-        more = overlap_variants(ctx, costs, ctx.everyone, best, rounds)
-        tried += more
-        best = best_of(ctx, [best, *more])
+    tried, best = _on_all(ctx, costs, list(kinds.values()), rounds)
     alone = {"fastest_device_alone": float(min(costs.alone()))}
     seconds = {name: candidate.seconds for name, candidate in kinds.items()} | alone
     over = [name for name, candidate in kinds.items() if not candidate.fits]
@@ -130,13 +122,11 @@ def synthesize(
     for ranks in device_subsets(costs) if subsets is None else subsets:
         part = ctx.costs(ranks)
         limited = len(ranks) == 1 and np.isfinite(capacities(part)).any()
-        if best is not None and part.lower_bound() >= best.seconds and not limited:
-            left_out.append(LeftOut(ranks, part.lower_bound()))
-            continue
-        short = _short(ctx, part, ranks)
-        if short:
+        slow = best is not None and part.lower_bound() >= best.seconds and not limited
+        short = () if slow else _short(ctx, part, ranks)
+        if slow or short:
             left_out.append(LeftOut(ranks, part.lower_bound(), short))
-            over += ["fastest_device_alone"] if len(ranks) == 1 else []
+            over += ["fastest_device_alone"] if short and len(ranks) == 1 else []
             continue
         candidates, rounds = _on_subset(ctx, part, ranks)
         tried += candidates
@@ -163,6 +153,21 @@ def synthesize(
         candidates=tuple(tried),
         rounds=RoundSeconds.of(own),
     )
+
+
+def _on_all(
+    ctx: Synthesis, costs: CostModel, kinds: list[Candidate], rounds: Rounds
+) -> tuple[list[Candidate], Candidate | None]:
+    """The candidates on all devices, known kinds among them, and the best of those that fit."""
+    tried = [*kinds, *rounds.candidates]
+    best = best_of(ctx, tried)
+    if best is None:
+        tried += in_shards(ctx, costs, [*kinds, *rounds.replaced])
+        best = best_of(ctx, tried)
+    if best is None:
+        return tried, None
+    more = overlap_variants(ctx, costs, ctx.everyone, best, rounds)
+    return [*tried, *more], best_of(ctx, [best, *more])
 
 
 def synthesize_on(

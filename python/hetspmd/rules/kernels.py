@@ -23,11 +23,14 @@ it were contiguous, refuses it if it is not, or the op is told strides. A slice 
 contiguous."""
 
 WRITTEN_OUT: Final = frozenset(
-    {
-        "aten.native_group_norm.default", "aten.native_group_norm_backward.default",
-        "aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default",
-    }
-)  # fmt: skip
+    f"aten.{name}.default"
+    for name in (
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_layer_norm_backward",
+        "_fused_rms_norm_backward",
+    )
+)
 """Those of :data:`DENSE` that compilers write out in smaller ops, which read values wherever they lie."""
 
 DENSE_ROWS: Final = (

@@ -22,7 +22,7 @@ from hetspmd.errors import ExampleError
 from hetspmd.lower.emit import take_saved
 from hetspmd.rules.kernels import lies_as_compiled
 from hetspmd.run.stretches import FREE, TAKEN, Taken, cut
-from hetspmd.trace.compat.compiling import compiled_taking
+from hetspmd.trace.compat.compilers import compiled_taking
 from hetspmd.trace.compat.tensors import is_op
 
 Busy = Callable[[], AbstractContextManager[None]]
@@ -74,7 +74,7 @@ class _Stretch(nn.Module):
     """A stretch. One that computes the same as another, of tensors of the same shapes, is compiled with it.
 
     It is given the list of the saved tensors first, if it takes some. Those go when the compiled stretch has read
-    them (:mod:`hetspmd.trace.compat.compiling`), where the compiler does that.
+    them (:mod:`hetspmd.trace.compat.compilers`), where the compiler does that.
     """
 
     def __init__(self, graph: fx.GraphModule, options: Mapping[str, Any], busy: Busy, made: Made) -> None:
