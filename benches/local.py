@@ -102,7 +102,11 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def wrapped(
-    model: nn.Module, batch: dict[str, torch.Tensor], communicator: Any, *, compile: bool = False
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    communicator: Any,
+    *,
+    compile: bool | dict[str, Any] = False,
 ) -> nn.Module:
     """The lowered graphs of the model as the one rank of its program, which run where it draws random numbers."""
     hap = hetspmd.HAP(model, CLUSTER, example=batch, process_group=communicator, compile=compile)

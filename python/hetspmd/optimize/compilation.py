@@ -118,12 +118,13 @@ class Compilation:
     def _begun(self, cluster: Cluster, prices: EarlierPrices) -> tuple[Synthesis, Begun | None]:
         with self.clock("synth"):
             compare = self.options.micro_batches != "auto"
-            require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
+            bound = require_room(self.theory, cluster, self.batches, self.constraints, compare=compare)
         with naming_conflicts(self.theory, self.constraints):
             ctx = self._context(
                 cluster,
                 earlier_prices=prices,
                 quick=self.quick,
+                bound=bound,
                 thresholds=QUICK if self.quick and self.batches is not None else THRESHOLDS,
             )
             return ctx, None if self.options.zero is not None else begin_step(ctx)

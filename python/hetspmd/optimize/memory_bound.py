@@ -26,8 +26,8 @@ def require_room(
     constraints: Constraints,
     *,
     compare: bool,
-) -> None:
-    """Nothing, where some program of a step might fit the devices.
+) -> LeastMemory | None:
+    """What any program must hold, where one might fit the devices; None where some have no limit.
 
     ``compare``: other numbers of micro-batches are compared where it cannot.
 
@@ -38,10 +38,11 @@ def require_room(
     if cluster.steps:  # as bytes are counted, where steps of the model were measured
         capacity = CostModel(theory, cluster, batches).capacity
     if np.isinf(capacity).any():
-        return
-    needed = LeastMemory(theory, batches, constraints.forms).needed(capacity)
+        return None
+    bound = LeastMemory(theory, batches, constraints.forms)
+    needed = bound.needed(capacity)
     if not needed.missing:
-        return
+        return bound
     totals: dict[int, int] = {}
     enough: int | None = None
     for count, least in _in_turns(theory, batches, constraints) if compare else ():

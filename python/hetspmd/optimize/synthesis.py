@@ -77,7 +77,8 @@ class Synthesis:
     runs in micro-batches. ``earlier_prices``: where searches for programs that fit the memory begin; each of them
     leaves its own there for the next. ``quick``: where no program that fits is found after a few searches, there is
     another way to plan the step. ``prepared``: what was made of the same theory and constraints for another number
-    of micro-batches. Raises InfeasibleError if no program can satisfy the constraints.
+    of micro-batches. ``bound``: what any program must hold, where that is known. Raises InfeasibleError if no
+    program can satisfy the constraints.
     """
 
     theory: Theory
@@ -90,6 +91,7 @@ class Synthesis:
     earlier_prices: EarlierPrices = field(default_factory=EarlierPrices)
     quick: bool = False
     prepared: Prepared | None = None
+    bound: LeastMemory | None = None
 
     def __post_init__(self) -> None:
         _ = self.searcher  # constraints that no program satisfies are told here
@@ -114,7 +116,7 @@ class Synthesis:
     def least(self) -> LeastMemory:
         """What any program must hold."""
         with self.clock("synth"):
-            return LeastMemory(self.theory, self.batches, self.constraints.forms)
+            return self.bound or LeastMemory(self.theory, self.batches, self.constraints.forms)
 
     @cached_property
     def batch(self) -> frozenset[int]:
