@@ -75,10 +75,11 @@ def test_outputs_have_gradients_where_the_models_have(name: str) -> None:
     want, states = steps(Net())
     assert want[0]["apart"] is want[0]["accuracy"] is want[0]["state"] is want[0]["scale"] is False
     devices, options = CASES[name]
+    models = [Net() for _ in range(devices.ranks)]  # seeded, which threads would do at once
 
     def body(communicator: Communicator) -> Any:
-        example = (X, Y, torch.zeros(12, 8))
-        hap = HAP(Net(), devices, example=example, gather_outputs=True, process_group=communicator, **options)
+        model, example = models[communicator.rank], (X, Y, torch.zeros(12, 8))
+        hap = HAP(model, devices, example=example, gather_outputs=True, process_group=communicator, **options)
         return steps(hap)
 
     for found, got in run_ranks(devices.ranks, body):
