@@ -145,9 +145,15 @@ def test_where_maxima_lie_is_saved_in_bytes(name: str) -> None:
     assert ("int8" in kinds[1]) == (name != "large")
 
 
+def saved_of(forward: fx.Graph) -> list[fx.Node]:
+    """The values that a forward saves."""
+    results: Any = forward.output_node().args[0]
+    found: list[fx.Node] = results[3]
+    return found
+
+
 def saved_dtypes(program: LocalProgram) -> set[str]:
-    saved = program.forward.graph.output_node().args[0][3]  # type: ignore[index]  # the results
-    return {node.meta[DTYPE] for node in saved if DTYPE in node.meta}
+    return {node.meta[DTYPE] for node in saved_of(program.forward.graph) if DTYPE in node.meta}
 
 
 def test_a_rectifier_saves_a_mask() -> None:
@@ -158,7 +164,7 @@ def test_a_rectifier_saves_a_mask() -> None:
     batch = torch.randn(4, 2, 8, 8, dtype=torch.float64)
     plan = hetspmd.compile(model, (batch,), ONE, loss=losses)
     program = lower_plan(plan, 0, CPU, compiled=True)
-    saved = program.forward.graph.output_node().args[0][3]  # type: ignore[index]  # the results
+    saved = saved_of(program.forward.graph)
     assert not any(node.target is aten.relu.default for node in saved)
     assert any(node.target is aten.le.Scalar for node in saved)
 
@@ -168,7 +174,7 @@ def test_a_rectifier_saves_a_mask() -> None:
 
 def saved_numbers(program: LocalProgram) -> int:
     """Numbers saved that no parameter holds."""
-    saved = program.forward.graph.output_node().args[0][3]  # type: ignore[index]  # the results
+    saved = saved_of(program.forward.graph)
     return sum(
         torch.Size(node.meta[SHAPE]).numel()
         for node in saved
@@ -233,7 +239,7 @@ def test_no_values_from_which_all_can_be_computed_are_less(seed: int) -> None:
     graphs = random_graphs(Random(seed))
     backward = graphs.backward
     assert backward is not None
-    saved = graphs.forward.output_node().args[0][3]  # type: ignore[index]  # the results
+    saved = saved_of(graphs.forward)
     cut = _Cut(graphs, backward, saved, saved)
     nodes = [node for node in graphs.forward.nodes if node.op != "output"]
 

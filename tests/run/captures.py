@@ -91,3 +91,27 @@ def compared(c: Case, plan: Any, body: Body = trained, **options: Any) -> list[s
     want = on_ranks(c, plan, run, **options)
     equal([result for result, _ in got], [result for result, _ in want])
     return [report for _, report in got]
+
+
+def sgd(hap: HAP) -> torch.optim.Optimizer:
+    return torch.optim.SGD(hap.parameters(), lr=0.1)
+
+
+def gradients(hap: HAP) -> list[torch.Tensor | None]:
+    found = [own_gradient(p) for p in hap.parameters()]
+    return [None if g is None else g.clone() for g in found]
+
+
+def accumulated(hap: HAP, c: Case) -> Any:
+    """Gradients that accumulate over two steps, and a graph that is kept for a second backward."""
+    optimizer, found = sgd(hap), []
+    for number in range(5):
+        if number != 2:
+            hap.zero_grad(set_to_none=number % 2 == 0)
+        for _ in range(2):
+            loss = loss_of(hap(**c.batch))
+            (loss / 2).backward(retain_graph=True)
+            (loss * 3).backward()
+            found += gradients(hap)
+        optimizer.step()
+    return found

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from captures import all_captured, both, compared, equal, steps_of, trained
+from captures import accumulated, all_captured, both, compared, equal, gradients, sgd, steps_of, trained
 from program_builder import divided_in_the_loop
 from ranks import loss_of, own_gradient
 from small_models import Case, case
 from small_plans import cluster, segmented_in_turns
-from test_captures_fallen_back import gradients, sgd, step
+from test_captures_fallen_back import step
 from test_micro_batches_training import Model, batch
 
 import hetspmd
@@ -173,21 +173,8 @@ def test_sums_of_turns_that_cannot_be_captured(refused: int, monkeypatch: pytest
 
 
 def test_gradients_that_accumulate_and_a_graph_that_is_kept() -> None:
-    def body(hap: HAP, c: Case) -> Any:
-        optimizer, found = sgd(hap), []
-        for number in range(5):
-            if number != 2:
-                hap.zero_grad(set_to_none=number % 2 == 0)
-            for _ in range(2):
-                loss = loss_of(hap(**c.batch))
-                (loss / 2).backward(retain_graph=True)
-                (loss * 3).backward()
-                found += gradients(hap)
-            optimizer.step()
-        return found
-
     c = rows_of(7, dropout=0.3)
-    assert steps_of(both(c, body, plan=planned(c, 1, micro_batches=3))) == {"": 10}
+    assert steps_of(both(c, accumulated, plan=planned(c, 1, micro_batches=3))) == {"": 10}
 
 
 def test_a_forward_before_the_backward() -> None:

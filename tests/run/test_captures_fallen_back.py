@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from captures import both, equal, plan_of, steps_of
-from ranks import loss_of, own_gradient
+from captures import accumulated, both, equal, gradients, plan_of, sgd, steps_of
+from ranks import loss_of
 from small_models import Case, case
 from small_plans import cluster
 from torch import fx
@@ -40,15 +40,6 @@ def said_once(why: str) -> Iterator[None]:
     texts = [str(w.message) for w in caught if w.category is CudaGraphsWarning]
     assert len(texts) <= 1
     assert not texts or why in texts[0]
-
-
-def gradients(hap: HAP) -> list[torch.Tensor | None]:
-    found = [own_gradient(p) for p in hap.parameters()]
-    return [None if g is None else g.clone() for g in found]
-
-
-def sgd(hap: HAP) -> torch.optim.Optimizer:
-    return torch.optim.SGD(hap.parameters(), lr=0.1)
 
 
 def step(hap: HAP, c: Case, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
@@ -89,20 +80,7 @@ def test_forwards_without_a_backward() -> None:
 
 
 def test_gradients_that_accumulate_and_a_graph_that_is_kept() -> None:
-    def body(hap: HAP, c: Case) -> Any:
-        optimizer, found = sgd(hap), []
-        for number in range(5):
-            if number != 2:
-                hap.zero_grad(set_to_none=number % 2 == 0)
-            for _ in range(2):
-                loss = loss_of(hap(**c.batch))
-                (loss / 2).backward(retain_graph=True)
-                (loss * 3).backward()
-                found += gradients(hap)
-            optimizer.step()
-        return found
-
-    assert steps_of(both(case("attention"), body)) == {"": 10}
+    assert steps_of(both(case("attention"), accumulated)) == {"": 10}
 
 
 def test_parameters_and_buffers_at_another_place() -> None:

@@ -116,7 +116,9 @@ class Synthesis:
     def least(self) -> LeastMemory:
         """What any program must hold."""
         with self.clock("synth"):
-            return self.bound or LeastMemory(self.theory, self.batches, self.constraints.forms)
+            if self.bound is not None and self.bound.theory is self.theory:  # not that of a theory in segments
+                return self.bound
+            return LeastMemory(self.theory, self.batches, self.constraints.forms)
 
     @cached_property
     def batch(self) -> frozenset[int]:
