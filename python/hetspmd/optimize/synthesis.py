@@ -116,7 +116,9 @@ class Synthesis:
     def least(self) -> LeastMemory:
         """What any program must hold."""
         with self.clock("synth"):
-            if self.bound is not None and self.bound.theory is self.theory:  # not that of a theory in segments
+            if (
+                self.bound is not None and self.bound.theory is self.theory
+            ):  # not that of a theory in segments
                 return self.bound
             return LeastMemory(self.theory, self.batches, self.constraints.forms)
 

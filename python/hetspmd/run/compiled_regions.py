@@ -10,6 +10,7 @@ Stretches compile when they first run. That may take longer than other ranks wai
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from hetspmd.dist.random import may_draw
-from hetspmd.errors import ExampleError
+from hetspmd.errors import ExampleError, OptionError
 from hetspmd.lower.emit import take_saved
 from hetspmd.rules.kernels import lies_as_compiled
 from hetspmd.run.stretches import FREE, TAKEN, Taken, cut
@@ -35,10 +36,15 @@ _STRIDE, _DTYPE = torch.Tensor.stride, torch.Tensor.dtype.__get__  # type: ignor
 
 def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """The arguments of ``torch.compile``, None where nothing is compiled. Raises ExampleError for anything else
-    than a bool or a mapping by names."""
+    than a bool or a mapping by names, OptionError for names that torch.compile does not have."""
     if isinstance(asked, bool):
         return {} if asked else None
     if isinstance(asked, Mapping) and all(isinstance(key, str) for key in asked):
+        known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+        if wrong := [key for key in asked if key not in known]:
+            raise OptionError(
+                f"compile={{{wrong[0]!r}: ...}}: torch.compile has no such argument; it has {', '.join(known)}"
+            )
         return dict(asked)
     raise ExampleError(f"compile is True, False or a dict of torch.compile's arguments, not {asked!r}")
 
