@@ -40,8 +40,10 @@ def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(asked, bool):
         return {} if asked else None
     if isinstance(asked, Mapping) and all(isinstance(key, str) for key in asked):
-        known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-        if wrong := [key for key in asked if key not in known]:
+        parameters = inspect.signature(torch.compile).parameters
+        known = [name for name in parameters if name != "model"]
+        wrong = [key for key in asked if key not in known]
+        if wrong and "kwargs" not in parameters:  # as where somebody has wrapped it
             raise OptionError(
                 f"compile={{{wrong[0]!r}: ...}}: torch.compile has no such argument; it has {', '.join(known)}"
             )
