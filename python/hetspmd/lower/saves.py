@@ -79,8 +79,9 @@ def save_least(graphs: LocalGraphs) -> None:
 
 def _results(forward: fx.Graph) -> tuple[Any, Any, Any, list[fx.Node]]:
     """The loss, outputs, buffers and saved values that a forward returns."""
-    (results,) = forward.output_node().args
-    return results  # type: ignore[return-value]  # as LocalGraphs has it
+    results: Any = forward.output_node().args[0]
+    loss, outputs, buffers, saved = results
+    return loss, outputs, buffers, saved
 
 
 def is_view(node: fx.Node) -> bool:

@@ -121,7 +121,7 @@ class _Cut:
         name = f"stretch_{sum(key.startswith('stretch_') for key in self._attributes)}"
         body = fx.GraphModule({}, graph, f"{type(self._module).__name__}{name.title()}")
         self._attributes[name] = self._make(body)
-        lists = [self._values[node.args[0]] for node in mine[:1]]  # type: ignore[index]  # a node
+        lists = [self._values[_list_of(node)] for node in mine[:1]]
         for node in mine:
             self._graph.erase_node(self._values.pop(node))
         call = self._graph.create_node(
@@ -155,7 +155,14 @@ def _only_saved(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_taken_by(node: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether a node takes a saved tensor that only the nodes ``inside`` read."""
-    return node.target is take_saved and node.args[0].name == "saved" and inside.issuperset(node.users)  # type: ignore[union-attr]  # a node
+    return node.target is take_saved and _list_of(node).name == "saved" and inside.issuperset(node.users)
+
+
+def _list_of(take: fx.Node) -> fx.Node:
+    """The list from which a saved tensor is taken."""
+    given = take.args[0]
+    assert isinstance(given, fx.Node)
+    return given
 
 
 def _computes(node: fx.Node) -> bool:
