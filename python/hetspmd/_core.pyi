@@ -40,12 +40,14 @@ class Searcher:
         incumbent: str | None = None,
         allowed: bytes | None = None,
         folded: bool = False,
+        tolerance: int = 0,
         progress: Callable[[float, int, int | None], object] | None = None,
     ) -> str:
         """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden.
 
         ``folded``: among the programs in which instructions are alike (:meth:`fold`), of which alone the bound is
-        then. Raises ValueError where none are known to be.
+        then. Raises ValueError where none are known to be. ``tolerance``: a program that costs at most this much
+        more than the best one will do.
         """
 
     def problem(self) -> str:

@@ -29,6 +29,11 @@ EXPANSIONS = 2000
 """Partial programs that one of them may expand: most need none, and prices are not worth a long search."""
 
 
+TOLERANCE = 1e-3
+"""By this part of the seconds that a step takes at least, a search at prices may miss the best program. What
+is decided by these programs needs no more (:data:`ENOUGH`), and proving the last part takes longest."""
+
+
 CLOSE = 1e-3
 """A program this near to the bound, as a part of its cost, ends the search for prices."""
 
@@ -109,6 +114,7 @@ class Relaxation:
             start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
             folded=self.folded,
+            tolerance=TOLERANCE * self.lines[0].result.cost,
         )
         self.tried = at, tilt, estimated
         if tilt == 0.0:

@@ -103,12 +103,14 @@ class Searcher:
         prices: Prices | None = None,
         overlap: float = 1.0,
         folded: bool = False,
+        tolerance: float = 0.0,
     ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
         ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. ``folded``:
-        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. Raises
+        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. ``tolerance``:
+        seconds by which the program may cost more than the best one, of what is minimised. Raises
         InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
         program was found.
         """
@@ -116,7 +118,7 @@ class Searcher:
             if prices is not None:
                 raise ValueError("prices are of this searcher's rows, and within has others")
             return Searcher(within).search(
-                model, lengths, limits, start=start, prices=prices, overlap=overlap
+                model, lengths, limits, start=start, prices=prices, overlap=overlap, tolerance=tolerance
             )
         priced = self.pricing.at(model, lengths, prices, overlap)
         self._set(priced)
@@ -130,6 +132,7 @@ class Searcher:
             incumbent=incumbent,
             allowed=None if allowed is None else allowed.tobytes(),
             folded=folded,
+            tolerance=int(tolerance * priced.per_second),
         )
         solution = json.loads(text)
         if solution["stop_reason"] == "infeasible":

@@ -6,6 +6,7 @@
 //! `f1'(c) = −min_b [f0'(b) + w(b, c)]`, `θ` and the constant recomputed from the costs. What overshoots is regained
 //! by the next sweeps, or the messages as they were are kept ([`crate::solve`]).
 
+use crate::messages::{moved, normalise};
 use crate::model::{HALF, Model};
 
 /// Messages beyond this are not continued: sums of a few must stay below [`HALF`].
@@ -78,44 +79,17 @@ impl Moment {
                     *f = (*f).max(-least);
                 }
             }
-            for (side, now) in now.iter().enumerate() {
-                let var = &mut model.vars[edge.ends[side] as usize];
-                for (theta, &class) in var.theta.iter_mut().zip(&edge.class[side]) {
-                    let class = class as usize;
-                    if *theta < HALF && edge.f[side][class] < HALF {
-                        *theta -= edge.f[side][class] - now[class];
-                    }
-                }
-            }
+            moved(edge, &now, &mut model.vars);
         }
-        for var in &mut model.vars {
-            let Some(least) = var.theta.iter().copied().filter(|&theta| theta < HALF).min() else {
-                return false;
-            };
-            model.constant += least;
-            for theta in var.theta.iter_mut().filter(|theta| **theta < HALF) {
-                *theta -= least;
-            }
-        }
-        true
+        normalise(model)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{minimum, model, ring};
+    use crate::testing::{least_terms, minimum, model, ring};
     use crate::trws::sweep;
-
-    fn least_terms(model: &Model) -> i64 {
-        let edges = model.edges.iter().map(|edge| {
-            let pairs = (0..edge.f[0].len()).flat_map(|a| (0..edge.f[1].len()).map(move |b| (a, b)));
-            let living = pairs.filter(|&(a, b)| edge.f[0][a] < HALF && edge.f[1][b] < HALF);
-            living.map(|(a, b)| edge.f[0][a] + edge.f[1][b] + edge.cost(0, a, b)).min().unwrap_or(0)
-        });
-        let unary = model.vars.iter().map(|var| var.theta.iter().copied().min().unwrap_or(0));
-        edges.chain(unary).min().unwrap_or(0)
-    }
 
     #[test]
     fn costs_stay_and_no_term_becomes_negative() {

@@ -30,6 +30,7 @@ pub mod messages;
 pub mod model;
 pub mod order;
 pub mod problem;
+pub mod reduced;
 pub mod searcher;
 pub mod solution;
 pub mod solve;

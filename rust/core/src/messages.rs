@@ -12,7 +12,7 @@
 //! A class that had died has no message; it gets the least one that keeps its edge non-negative,
 //! `f_es(c) = −min_b [f_et(b) + w(c, b)]`, as a sweep that pulls would leave it.
 
-use crate::model::{HALF, Model};
+use crate::model::{Edge, HALF, Model, Var};
 
 /// By so many bits messages may be scaled up.
 const MOST_UP: u32 = 2;
@@ -57,25 +57,41 @@ impl Messages {
                     edge.f[side][c] = least.filter(|&least| least < HALF).map_or(0, |least| -least);
                 }
             }
-            for side in 0..2 {
-                let var = &mut model.vars[edge.ends[side] as usize];
-                for (theta, &class) in var.theta.iter_mut().zip(&edge.class[side]) {
-                    if *theta < HALF {
-                        *theta -= edge.f[side][class as usize];
-                    }
-                }
-            }
+            let none = [0, 1].map(|side| vec![0; edge.f[side].len()]);
+            moved(edge, &none, &mut model.vars);
         }
+        normalise(model);
         for s in 0..model.vars.len() {
-            let theta = &mut model.vars[s].theta;
-            let least = theta.iter().copied().filter(|&theta| theta < HALF).min().unwrap_or(0);
-            model.constant += least;
-            for theta in theta.iter_mut().filter(|theta| **theta < HALF) {
-                *theta -= least;
-            }
             model.refresh(s, |_| {});
         }
     }
+}
+
+/// Takes what the messages of `edge` have grown by since they were `before` from the costs of its ends.
+pub fn moved(edge: &Edge, before: &[Vec<i64>; 2], vars: &mut [Var]) {
+    for side in 0..2 {
+        let var = &mut vars[edge.ends[side] as usize];
+        for (theta, &class) in var.theta.iter_mut().zip(&edge.class[side]) {
+            let class = class as usize;
+            if *theta < HALF && edge.f[side][class] < HALF {
+                *theta -= edge.f[side][class] - before[side][class];
+            }
+        }
+    }
+}
+
+/// Moves the least cost of each variable to the constant; false if a variable has no living value, which stops it.
+pub fn normalise(model: &mut Model) -> bool {
+    for var in &mut model.vars {
+        let Some(least) = var.theta.iter().copied().filter(|&theta| theta < HALF).min() else {
+            return false;
+        };
+        model.constant += least;
+        for theta in var.theta.iter_mut().filter(|theta| **theta < HALF) {
+            *theta -= least;
+        }
+    }
+    true
 }
 
 /// A message at another scale: of two whose sum is not negative one is rounded down and one up, so that the sum of
@@ -91,16 +107,8 @@ fn rescaled(message: i64, from: u32, to: u32, down: bool) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{minimum, model, ring};
+    use crate::testing::{least_terms, minimum, model, ring};
     use crate::trws::sweep;
-
-    fn cheapest_terms(model: &Model) -> i64 {
-        let edges = model.edges.iter().map(|edge| {
-            let pairs = (0..edge.f[0].len()).flat_map(|a| (0..edge.f[1].len()).map(move |b| (a, b)));
-            pairs.map(|(a, b)| edge.f[0][a] + edge.f[1][b] + edge.cost(0, a, b)).min().unwrap_or(0)
-        });
-        edges.chain(model.vars.iter().flat_map(|var| var.theta.clone())).min().unwrap_or(0)
-    }
 
     #[test]
     fn other_costs_start_with_a_bound_and_keep_every_total() {
@@ -126,7 +134,7 @@ mod tests {
                 let (least, values) = minimum(&changed).unwrap();
                 // The stored messages are for w at scale 0; at a larger scale they still fit.
                 messages.load(&mut changed, shift);
-                assert!(cheapest_terms(&changed) >= 0, "{shift}");
+                assert!(least_terms(&changed) >= 0, "{shift}");
                 assert_eq!(changed.evaluate(&values), least);
                 assert!(changed.constant <= least);
             }

@@ -12,6 +12,7 @@ use crate::fold::Fold;
 use crate::messages::Messages;
 use crate::model::{HALF, Model, Wipeout};
 use crate::problem::Problem;
+use crate::reduced::Reduced;
 use crate::solution::{Assignment, Solution};
 use crate::solve::Search;
 use crate::validate::{ProblemError, total_cost, validate};
@@ -37,13 +38,14 @@ struct Prepared {
     /// The consistent part of the model, ordered, without costs.
     base: Result<Model, Wipeout>,
     messages: Option<Messages>,
+    reduced: Option<Reduced>,
 }
 
 impl Prepared {
     fn new(mut model: Model) -> Self {
         let all = 0..model.vars.len();
         let base = arc_consistency(&mut model, all, |_| {}).map(|()| reordered(model));
-        Self { base, messages: None }
+        Self { base, messages: None, reduced: None }
     }
 }
 
@@ -56,6 +58,8 @@ pub struct Asked<'a> {
     pub allowed: Option<&'a [bool]>,
     /// Among the programs whose alike instructions are alike ([`Searcher::fold`]).
     pub folded: bool,
+    /// A program that costs at most this more than the best one will do.
+    pub tolerance: i64,
 }
 
 impl Searcher {
@@ -143,13 +147,13 @@ impl Searcher {
             }
         };
         let Self { problem, total, built, whole, folded } = self;
-        let (fold, Prepared { base, messages }) = match folded {
+        let (fold, Prepared { base, messages, reduced }) = match folded {
             _ if !asked.folded => (None, whole),
             Some((fold, prepared)) => (Some(&*fold), prepared),
             None => return Err(ProblemError("folded: no instructions are known to be alike".to_owned())),
         };
         let start = || priced(base, built, fold, problem, forbidden.as_deref());
-        let mut search = Search::new(problem, built, fold, monitor, best, *total);
+        let mut search = Search::new(problem, built, fold, monitor, best, *total, asked.tolerance.max(0));
         let Ok(mut model) = start() else {
             return Ok(search.infeasible(|| conflict(built, problem, forbidden.as_deref())));
         };
@@ -169,7 +173,11 @@ impl Searcher {
                 *messages = Some(Messages::of(model, shift));
             }
         };
-        Ok(search.run(model, start, warm, swept))
+        let before = reduced.take();
+        search.begin_with(before.as_ref());
+        let found = search.run(model, start, warm, swept);
+        *reduced = search.left_reduced().or(before);
+        Ok(found)
     }
 
     /// Per instruction and row: not allowed.

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub enum StopReason {
     /// The lower bound met the cost.
     Optimal,
+    /// The lower bound came as near to the cost as was asked for.
+    Tolerance,
     /// The time limit struck.
     TimeLimit,
     /// The memory limit struck.

@@ -29,6 +29,7 @@ use crate::fold::Fold;
 use crate::join::contract;
 use crate::model::{Model, Wipeout};
 use crate::problem::Problem;
+use crate::reduced::Reduced;
 use crate::searcher::{Asked, Searcher};
 use crate::solution::{Assignment, Solution, StopReason};
 use crate::validate::ProblemError;
@@ -95,8 +96,14 @@ pub(crate) struct Search<'a, 't> {
     left: usize,
     /// It started with messages of an earlier one.
     warm: bool,
+    /// A program that costs at most this more than the best one will do.
+    tolerance: i64,
     /// What was eliminated and joined so far.
     trail: Trail,
+    /// Messages that an earlier search left on its reduced model.
+    earlier: Option<&'a Reduced>,
+    /// Those that this one leaves: before joins, and what they and further eliminations make of the model.
+    reduced: Option<Reduced>,
 }
 
 impl<'a, 't> Search<'a, 't> {
@@ -107,9 +114,35 @@ impl<'a, 't> Search<'a, 't> {
         monitor: Monitor<'t>,
         best: Option<(i64, Assignment)>,
         worst: i64,
+        tolerance: i64,
     ) -> Self {
         let trail = Trail::new(built.model.vars.len());
-        Self { problem, built, fold, monitor, best, worst, left: 0, warm: false, trail }
+        let (earlier, reduced) = (None, None);
+        Self {
+            problem,
+            built,
+            fold,
+            monitor,
+            best,
+            worst,
+            left: 0,
+            warm: false,
+            tolerance,
+            trail,
+            earlier,
+            reduced,
+        }
+    }
+
+    /// Starts from messages that an earlier search left on its reduced model, where the bound of the whole one is
+    /// loose.
+    pub(crate) fn begin_with(&mut self, earlier: Option<&'a Reduced>) {
+        self.earlier = earlier;
+    }
+
+    /// The messages on the reduced model, if it was swept until the bound rose little.
+    pub(crate) fn left_reduced(&mut self) -> Option<Reduced> {
+        self.reduced.take()
     }
 
     /// The result where arc consistency alone shows that there is no program but the incumbent, which need not be
@@ -139,7 +172,7 @@ impl<'a, 't> Search<'a, 't> {
     pub(crate) fn run_narrow(&mut self, whole: Model) -> Solution {
         let order: Vec<usize> = (0..whole.vars.len()).collect();
         let mut model = compact(whole, &order);
-        let end = self.search_reduced(&mut model);
+        let end = self.reduce_all(&mut model).and_then(|()| self.search_reduced(&mut model));
         self.conclude(&model, &end)
     }
 
@@ -171,7 +204,8 @@ impl<'a, 't> Search<'a, 't> {
     ) -> Result<(), End> {
         self.sweep_all(model, swept)?;
         self.prune(model)?;
-        if (self.limit() - model.constant) as f64 > WIDE * self.limit() as f64 {
+        let wide = (self.limit() - model.constant) as f64 > WIDE * self.limit() as f64;
+        if wide {
             // Far from closed: the reduced model is swept from the start, since messages that have come to rest
             // on the whole model hold back those that eliminations would free. What died stays dead.
             let mut fresh = fresh()?;
@@ -185,20 +219,29 @@ impl<'a, 't> Search<'a, 't> {
             }
             *model = fresh;
         }
+        self.reduce_all(model)?;
+        if let (true, Some(earlier)) = (wide, self.earlier) {
+            self.warm_up(model, earlier)?;
+        }
         self.search_reduced(model)
     }
 
-    /// Reductions, then rounds of sweeps and joins of what is left.
-    fn search_reduced(&mut self, model: &mut Model) -> Result<(), End> {
+    /// Reductions and eliminations of the whole model.
+    fn reduce_all(&mut self, model: &mut Model) -> Result<(), End> {
         reduce(model)?;
         *model = reordered(std::mem::take(model));
         self.left = model.living_values();
-        self.squeeze(model)?;
+        self.squeeze(model)
+    }
+
+    /// Rounds of sweeps and joins of what reductions have left.
+    fn search_reduced(&mut self, model: &mut Model) -> Result<(), End> {
         let mut patience = PATIENCE_OF_REST;
         let mut budget = FIRST_BUDGET;
         let mut most = JOIN[0];
         loop {
             self.sweep(model, patience)?;
+            self.leave(model);
             self.squeeze(model)?;
             self.finish_components(model, BEAM_WIDTH, 0)?;
             self.prune(model)?;
@@ -319,16 +362,17 @@ impl<'a, 't> Search<'a, 't> {
         }
     }
 
-    /// Scaled cost that a better program may have.
+    /// Scaled cost that a program may have which is better by more than the tolerance.
     fn limit(&self) -> i64 {
-        self.best.as_ref().map_or(self.worst, |(cost, _)| cost - 1) << self.built.shift
+        let least = |(cost, _): &(i64, Assignment)| (cost - 1 - self.tolerance).max(-1);
+        self.best.as_ref().map_or(self.worst, least) << self.built.shift
     }
 
-    /// Records a scaled lower bound (of programs better than the incumbent).
+    /// Records a scaled lower bound (of programs within the limit).
     fn raise(&mut self, scaled: i64) {
         let shift = self.built.shift;
         let bound = (scaled + (1 << shift) - 1) >> shift;
-        let bound = self.best.as_ref().map_or(bound, |(cost, _)| bound.min(*cost));
+        let bound = self.best.as_ref().map_or(bound, |(cost, _)| bound.min(cost - self.tolerance));
         self.monitor.lower_bound = self.monitor.lower_bound.max(bound);
     }
 
@@ -340,10 +384,14 @@ impl<'a, 't> Search<'a, 't> {
             None => (None, Assignment::default()),
         };
         let lower_bound = match (reason, cost) {
-            (StopReason::Optimal, Some(cost)) => cost,
+            (StopReason::Optimal, Some(cost)) => self.monitor.lower_bound.max(cost - self.tolerance),
             _ => self.monitor.lower_bound,
         };
-        let reason = if cost == Some(lower_bound) { StopReason::Optimal } else { reason };
+        let reason = match reason {
+            _ if cost == Some(lower_bound) => StopReason::Optimal,
+            StopReason::Optimal => StopReason::Tolerance,
+            _ => reason,
+        };
         let gap = cost.map_or(1.0, |cost| (cost - lower_bound) as f64 / cost.max(1) as f64);
         Solution {
             rows: program.rows,

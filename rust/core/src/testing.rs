@@ -53,6 +53,17 @@ pub fn minimum(model: &Model) -> Option<(i64, Vec<usize>)> {
     }
 }
 
+/// The least of all terms that are not dead.
+pub fn least_terms(model: &Model) -> i64 {
+    let edges = model.edges.iter().map(|edge| {
+        let pairs = (0..edge.f[0].len()).flat_map(|a| (0..edge.f[1].len()).map(move |b| (a, b)));
+        let living = pairs.filter(|&(a, b)| edge.f[0][a] < HALF && edge.f[1][b] < HALF);
+        living.map(|(a, b)| edge.f[0][a] + edge.f[1][b] + edge.cost(0, a, b)).min().unwrap_or(0)
+    });
+    let unary = model.vars.iter().map(|var| var.theta.iter().copied().min().unwrap_or(0));
+    edges.chain(unary).min().unwrap_or(0)
+}
+
 /// The optimum and labels that the trail recovers from a model without variables.
 pub fn solved(whole: &Model, model: &Model, trail: &Trail) -> (i64, i64) {
     assert!(model.vars.is_empty());

@@ -186,7 +186,7 @@ proptest! {
                     allowed[offset - instruction.rows.len() + row]
                 })
             }));
-            let found = searcher.solve(Limits::default(), Asked { incumbent: usable.as_ref(), allowed, folded: false }, &mut tick).unwrap();
+            let found = searcher.solve(Limits::default(), Asked { incumbent: usable.as_ref(), allowed, ..Asked::default() }, &mut tick).unwrap();
             match expected {
                 None => {
                     prop_assert_eq!(found.stop_reason, StopReason::Infeasible);

@@ -114,7 +114,7 @@ fn compare(one: &Problem, like: &[usize], rounds: &[(Vec<i64>, u64)]) -> Result<
         }
         if whole.cost.is_some() {
             let program = Assignment { rows: whole.rows, moves: whole.moves };
-            let asked = Asked { incumbent: Some(&program), allowed, folded: true };
+            let asked = Asked { incumbent: Some(&program), allowed, folded: true, ..Asked::default() };
             let better = searcher.solve(Limits::default(), asked, &mut |_| true).unwrap();
             prop_assert_eq!((better.stop_reason, better.cost), (StopReason::Optimal, whole.cost));
         }

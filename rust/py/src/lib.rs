@@ -60,7 +60,7 @@ impl Searcher {
     /// Finds a program of least cost.
     #[allow(clippy::needless_pass_by_value)] // Python hands over owned objects.
     #[allow(clippy::too_many_arguments)] // Keywords.
-    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, incumbent=None, allowed=None, folded=false, progress=None))]
+    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, incumbent=None, allowed=None, folded=false, tolerance=0, progress=None))]
     fn solve(
         &self,
         py: Python<'_>,
@@ -70,13 +70,14 @@ impl Searcher {
         incumbent: Option<&str>,
         allowed: Option<&[u8]>,
         folded: bool,
+        tolerance: i64,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let incumbent: Option<Assignment> = incumbent.map(|text| parse(text, "incumbent")).transpose()?;
         let limits = limits(time_limit, max_expansions, memory_limit)?;
         let allowed: Option<Vec<bool>> = allowed.map(|bytes| bytes.iter().map(|&byte| byte != 0).collect());
         let mut searcher = self.lock()?;
-        let asked = Asked { incumbent: incumbent.as_ref(), allowed: allowed.as_deref(), folded };
+        let asked = Asked { incumbent: incumbent.as_ref(), allowed: allowed.as_deref(), folded, tolerance };
         text(&run(py, &mut searcher, limits, asked, progress.as_ref())?)
     }
 

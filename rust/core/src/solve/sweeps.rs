@@ -3,6 +3,7 @@
 use super::{End, Search};
 use crate::extrapolate::Moment;
 use crate::model::Model;
+use crate::reduced::Reduced;
 use crate::trws::Sweeper;
 
 /// Nothing dies in a sweep up to this limit.
@@ -20,6 +21,9 @@ const DIVES: u64 = 32;
 const STRIDE: [i64; 2] = [2, 16];
 /// Sweeps from messages moved on before they are compared with those as they were.
 const TRIAL: usize = 2;
+/// Sweeps from an earlier search's messages before they are compared with none: the two models differ in some edges,
+/// and what does not match takes a few sweeps to even out.
+const WARMING: usize = 8;
 
 impl Search<'_, '_> {
     /// Sweeps over the whole model, which are cheap beside the reductions: what the bound excludes need not be
@@ -87,6 +91,37 @@ impl Search<'_, '_> {
         Ok(())
     }
 
+    /// Gives a reduced `model` the messages of an earlier one, if they lead to a higher bound than its own.
+    pub(super) fn warm_up(&mut self, model: &mut Model, earlier: &Reduced) -> Result<(), End> {
+        let own = Moment::of(model);
+        if !earlier.load(model, self.built.shift) {
+            own.restore(model);
+            return Ok(());
+        }
+        let mut sweeper = Sweeper::new(model);
+        let mut swept = [Moment::of(model), own];
+        for start in &mut swept {
+            start.restore(model);
+            sweeper.load(model);
+            for _ in 0..WARMING {
+                self.sweep_once(&mut sweeper, model, NO_LIMIT)?;
+            }
+            sweeper.store(model);
+            *start = Moment::of(model);
+        }
+        if swept[0].bound() > swept[1].bound() {
+            swept[0].restore(model);
+        }
+        Ok(())
+    }
+
+    /// Keeps the messages of the reduced `model` for the next search, once.
+    pub(super) fn leave(&mut self, model: &Model) {
+        if self.reduced.is_none() {
+            self.reduced = Some(Reduced::of(model, self.built.shift));
+        }
+    }
+
     /// Sweeps until a window gains less than `patience` of the gap; between windows the messages' drift is continued
     /// as far as that raises the bound.
     pub(super) fn sweep(&mut self, model: &mut Model, patience: f64) -> Result<(), End> {
@@ -118,6 +153,7 @@ impl Search<'_, '_> {
                     return Ok(());
                 }
                 if model.living_values() * 5 < values * 4 {
+                    self.leave(model);
                     self.squeeze(model)?;
                     values = model.living_values();
                     sweeper = Sweeper::new(model);
