@@ -10,6 +10,7 @@ bounded by what the program holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,82 +71,157 @@ def alternate(
     active: tuple[int, ...],
     starts: Sequence[tuple[str, Ratios | Matrix]],
     within: Space | None = None,
+    worth: float = math.inf,
 ) -> Rounds:
     """Search and ratios in turns from each of the ``starts``, by name, on the devices ``active``, which are those
     of ``costs``. ``within``: the programs among which is searched. Where memory is short, ratios in proportion to
-    it are a further start, and a quick synthesis takes further ones only until something fits."""
-    segments = ctx.theory.axes.segments
-    queue = [(name, by_segment(start, segments)) for name, start in starts]
-    rounds, first = Rounds(), queue[0][1]
-    while queue and not (ctx.quick and rounds.replaced and any(c.fits for c in rounds.candidates)):
-        name, ratios = queue.pop(0)
-        short = _rounds_from(ctx, costs, active, (name, ratios), within, rounds)
-        if ctx.quick and short and not rounds.candidates and _far(ctx, rounds.lacking):
-            break
-        by = by_segment(by_memory(costs), segments) if short else first
-        if (
-            not queue
-            and name != "memory"
-            and np.abs(np.subtract(by, first)).max() > ctx.thresholds.equal_starts
-        ):
-            queue.append(("memory", by))
-    return rounds
+    it are a further start, and a quick synthesis takes further ones only until something fits.
+
+    ``worth``: seconds of a step by a candidate on other devices, which fits. A start whose best program without
+    regard to memory takes longer than that, or than one that fits from another start, is not searched at prices of
+    memory; a start that fits comes before others therefore. Where the first programs that fit take much longer than
+    ``worth``, there are no further rounds.
+    """
+    return _Alternation(ctx, costs, active, within, worth).run(starts)
 
 
-def _rounds_from(
-    ctx: Synthesis,
-    costs: CostModel,
-    active: tuple[int, ...],
-    start: tuple[str, Matrix],
-    within: Space | None,
-    rounds: Rounds,
-) -> bool:
-    """Search and ratios in turns from one start, added to ``rounds``. Whether memory was short."""
-    name, ratios = start
-    before: SearchResult | None = None
-    short = False
-    seen: set[tuple[object, ...]] = set()
-    for index in range(ctx.thresholds.rounds):
-        lengths = lengths_for(ctx.theory.axes, ratios)
-        if ctx.quick and rounds.replaced and (ctx.least.at(lengths) > capacities(costs)).any():
-            return True
-        reason = name if name == "alone" else f"{name} ratios, round {index + 1}"
-        result = ctx.search(costs, lengths, start=before, within=within)
-        evaluator = Evaluator(ctx, costs, result, active, lengths, reason)
-        tried = [evaluator(ratios, lengths)]
-        if not tried[0].fits:
-            rounds.replaced += tried
-            short = True
-            if (ctx.least.at(lengths) > capacities(costs)).any():
-                # Nothing fits at these lengths, so that no search is needed to know it.
-                rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
+class _Alternation:
+    """Search and ratios in turns on some devices: :func:`alternate`."""
+
+    def __init__(
+        self,
+        ctx: Synthesis,
+        costs: CostModel,
+        active: tuple[int, ...],
+        within: Space | None,
+        worth: float,
+    ) -> None:
+        self.ctx, self.costs, self.active, self.within, self.worth = ctx, costs, active, within, worth
+        self.limited = bool(np.isfinite(capacities(costs)).any())
+        self.rounds = Rounds()
+
+    def run(self, starts: Sequence[tuple[str, Ratios | Matrix]]) -> Rounds:
+        """The rounds from all starts."""
+        ctx, rounds, segments = self.ctx, self.rounds, self.ctx.theory.axes.segments
+        queue = [_Start(name, by_segment(start, segments)) for name, start in starts]
+        taken = [start.ratios for start in queue]
+        if self.limited and len(queue) > 1 and not ctx.quick:
+            queue = [_Start(s.name, s.ratios, self._searched(s, 0, s.ratios)) for s in queue]
+            queue.sort(key=lambda start: not self._fits(start))
+        while queue and not (ctx.quick and rounds.replaced and any(c.fits for c in rounds.candidates)):
+            start = queue.pop(0)
+            short = self._from(start)
+            if ctx.quick and short and not rounds.candidates and _far(ctx, rounds.lacking):
                 break
-            # Where others fit already, from other ratios, a few searches tell enough.
-            quick = ctx.quick or any(c.fits for c in rounds.candidates)
-            fitting, lacking = search_fitting(ctx, costs, lengths, result, within, active, quick=quick)
-            if fitting is None:
-                rounds.lacking = nearest(rounds.lacking, lacking)
+            if self._hopeless(short=short):
                 break
-            result = fitting
-            evaluator = Evaluator(ctx, costs, result, active, lengths, f"{reason}, within the memory")
+            if short and not queue and start.name != "memory":
+                by = by_segment(by_memory(self.costs), segments)
+                differ = (np.abs(np.subtract(by, other)).max() for other in taken)
+                if all(most > ctx.thresholds.equal_starts for most in differ):
+                    queue.append(_Start("memory", by))
+        return rounds
+
+    def _from(self, start: _Start) -> bool:
+        """Search and ratios in turns from one start. Whether memory was short."""
+        ctx, costs, rounds = self.ctx, self.costs, self.rounds
+        ratios, searched = start.ratios, start.searched
+        before: SearchResult | None = None
+        short = False
+        seen: set[tuple[object, ...]] = set()
+        for index in range(ctx.thresholds.rounds):
+            lengths = lengths_for(ctx.theory.axes, ratios)
+            if ctx.quick and rounds.replaced and (ctx.least.at(lengths) > capacities(costs)).any():
+                return True
+            evaluator = searched or self._searched(start, index, ratios, before)
+            searched = None
             tried = [evaluator(ratios, lengths)]
-            if not tried[0].fits:  # with what idle devices are sent; it may do so at other ratios
-                rounds.lacking = nearest(rounds.lacking, error_of(ctx, tried[0]))
-        better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
-        tried.append(evaluator(better, moved, but=", best ratios"))
-        rounds.candidates += tried
-        rounds.iterations.append(
-            Iteration(name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
+            if not tried[0].fits:
+                rounds.replaced += tried
+                short = True
+                fitting = self._fitting(tried[0])
+                if fitting is None:
+                    break
+                evaluator, tried = fitting.evaluator, [fitting]
+            better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
+            tried.append(evaluator(better, moved, but=", best ratios"))
+            rounds.candidates += tried
+            result = evaluator.result
+            rounds.iterations.append(
+                Iteration(start.name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
+            )
+            key = (result.rows, result.moves, moved)
+            if key in seen or moved == lengths:
+                break
+            again = index or ctx.quick
+            if result.stop_reason == "memory" and again and not _much_better(ctx, rounds.candidates[-3:]):
+                break
+            if self._hopeless(short=short):
+                break
+            seen.add(key)
+            ratios, before = better, result
+        return short
+
+    def _searched(
+        self, start: _Start, index: int, ratios: Matrix, before: SearchResult | None = None
+    ) -> Evaluator:
+        """The best program without regard to memory."""
+        lengths = lengths_for(self.ctx.theory.axes, ratios)
+        reason = start.name if start.name == "alone" else f"{start.name} ratios, round {index + 1}"
+        result = self.ctx.search(self.costs, lengths, start=before, within=self.within)
+        return Evaluator(self.ctx, self.costs, result, self.active, lengths, reason)
+
+    def _fits(self, start: _Start) -> bool:
+        """Whether the program that was searched for a start fits there."""
+        assert start.searched is not None
+        return start.searched(start.ratios, lengths_for(self.ctx.theory.axes, start.ratios)).fits
+
+    def _fitting(self, short: Candidate) -> Candidate | None:
+        """The candidate of the best program that fits in the place of one that does not; None where there is none,
+        or where it could not be better than what is known."""
+        ctx, costs, rounds, lengths = self.ctx, self.costs, self.rounds, short.lengths
+        if (ctx.least.at(lengths) > capacities(costs)).any():
+            # Nothing fits at these lengths, so that no search is needed to know it.
+            rounds.lacking = nearest(rounds.lacking, error_of(ctx, short))
+            return None
+        best = self._best()
+        if best is not None and short.seconds >= best:
+            return None
+        # Where others fit already, a few searches tell enough.
+        quick = ctx.quick or best is not None
+        fitting, lacking = search_fitting(
+            ctx, costs, lengths, short.result, self.within, self.active, quick=quick
         )
-        key = (result.rows, result.moves, moved)
-        if key in seen or moved == lengths:
-            break
-        again = index or ctx.quick
-        if result.stop_reason == "memory" and again and not _much_better(ctx, rounds.candidates[-3:]):
-            break
-        seen.add(key)
-        ratios, before = better, result
-    return short
+        if fitting is None:
+            rounds.lacking = nearest(rounds.lacking, lacking)
+            return None
+        reason = f"{short.reason}, within the memory"
+        candidate = Evaluator(ctx, costs, fitting, self.active, lengths, reason)(short.ratios, lengths)
+        if not candidate.fits:  # with what idle devices are sent; it may do so at other ratios
+            rounds.lacking = nearest(rounds.lacking, error_of(ctx, candidate))
+        return candidate
+
+    def _best(self) -> float | None:
+        """The fewest seconds of a candidate that fits, here or on other devices; None where none does."""
+        known = [c.seconds for c in self.rounds.candidates if c.fits]
+        known += [self.worth] if self.worth < math.inf else []
+        return min(known, default=None)
+
+    def _hopeless(self, *, short: bool) -> bool:
+        """Whether memory is short here, and what fits takes much longer than what fits on other devices."""
+        if not short or self.worth == math.inf:
+            return False
+        most = self.worth * (1 + self.ctx.thresholds.near_best)
+        return all(c.stages.lower_bound > most or c.seconds > most for c in self.rounds.candidates)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Ratios from which rounds start, with the best program at them without regard to memory where it is known."""
+
+    name: str
+    ratios: Matrix
+    searched: Evaluator | None = None
 
 
 def _far(ctx: Synthesis, lacking: MemoryLimitError | None) -> bool:

@@ -19,7 +19,9 @@ def overlap_variants(
     ctx: Synthesis, costs: CostModel, active: tuple[int, ...], best: Candidate, rounds: Rounds
 ) -> list[Candidate]:
     """Candidates with programs that are best if part of the communication is hidden, on the same devices: at the
-    lengths of ``best``, and of those of the ``rounds`` that are nearly as good; and with prefetched parameters."""
+    lengths of ``best``, and of those of the ``rounds`` that are nearly as good; and with prefetched parameters.
+
+    ``best`` need not fit the memory: a program in which less communication counts often holds less."""
     if costs.world == 1:
         return []
     candidates: list[Candidate] = []
@@ -42,8 +44,10 @@ def overlap_variants(
                 continue
             ratios, lengths = with_best_ratios(evaluator, costs, place.ratios, place.lengths)
             candidates.append(evaluator(ratios, lengths, but=", best ratios"))
-    best = best_of(ctx, [best, *candidates]) or best
-    return candidates + prefetched(ctx, costs, best, [*rounds.candidates, *candidates])
+    fitting = best_of(ctx, [best, *candidates])
+    if fitting is None:
+        return candidates
+    return candidates + prefetched(ctx, costs, fitting, [*rounds.candidates, *candidates])
 
 
 def _near(ctx: Synthesis, best: Candidate, rounds: Rounds) -> list[Candidate]:

@@ -14,6 +14,7 @@ better than the best so far is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -128,7 +129,7 @@ def synthesize(
             left_out.append(LeftOut(ranks, part.lower_bound(), short))
             over += ["fastest_device_alone"] if short and len(ranks) == 1 else []
             continue
-        candidates, rounds = _on_subset(ctx, part, ranks)
+        candidates, rounds = _on_subset(ctx, part, ranks, math.inf if best is None else best.seconds)
         tried += candidates
         replaced += rounds.replaced
         lacking = nearest(lacking, rounds.lacking)
@@ -220,12 +221,17 @@ def within_memory(ctx: Synthesis, candidate: Candidate) -> Candidate | None:
     return fitting if fitting.fits else None
 
 
-def _on_subset(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tuple[list[Candidate], Rounds]:
-    """Candidates of a proper subset of the devices, and the rounds among them."""
+def _on_subset(
+    ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...], worth: float
+) -> tuple[list[Candidate], Rounds]:
+    """Candidates of a proper subset of the devices, and the rounds among them. ``worth``: the fewest seconds of a
+    candidate on other devices."""
     if len(ranks) > 1:
-        rounds = alternate(ctx, costs, ranks, (("proportional", proportional(costs)),))
-        best = best_of(ctx, rounds.candidates)
-        more = [] if best is None else overlap_variants(ctx, costs, ranks, best, rounds)
+        rounds = alternate(ctx, costs, ranks, (("proportional", proportional(costs)),), worth=worth)
+        place = best_of(ctx, rounds.candidates) or next(
+            (c for c in rounds.replaced if c.seconds < worth), None
+        )
+        more = [] if place is None else overlap_variants(ctx, costs, ranks, place, rounds)
         return rounds.candidates + more, rounds
     alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
     rounds = alternate(ctx, costs, ranks, (("alone", (1.0,)),), alone)
