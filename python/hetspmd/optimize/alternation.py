@@ -79,8 +79,8 @@ def alternate(
 
     ``worth``: seconds of a step by a candidate on other devices, which fits. A start whose best program without
     regard to memory takes longer than that, or than one that fits from another start, is not searched at prices of
-    memory; a start that fits comes before others therefore. Where the first programs that fit take much longer than
-    ``worth``, there are no further rounds.
+    memory; the start that lacks least memory comes first therefore. Where the first programs that fit take much
+    longer than ``worth``, there are no further rounds.
     """
     return _Alternation(ctx, costs, active, within, worth).run(starts)
 
@@ -107,7 +107,7 @@ class _Alternation:
         taken = [start.ratios for start in queue]
         if self.limited and len(queue) > 1 and not ctx.quick:
             queue = [_Start(s.name, s.ratios, self._searched(s, 0, s.ratios)) for s in queue]
-            queue.sort(key=lambda start: not self._fits(start))
+            queue.sort(key=self._lacking)
         while queue and not (ctx.quick and rounds.replaced and any(c.fits for c in rounds.candidates)):
             start = queue.pop(0)
             short = self._from(start)
@@ -117,6 +117,7 @@ class _Alternation:
                 break
             if short and not queue and start.name != "memory":
                 by = by_segment(by_memory(self.costs), segments)
+                taken += [iteration.ratios for iteration in rounds.iterations]
                 differ = (np.abs(np.subtract(by, other)).max() for other in taken)
                 if all(most > ctx.thresholds.equal_starts for most in differ):
                     queue.append(_Start("memory", by))
@@ -171,10 +172,14 @@ class _Alternation:
         result = self.ctx.search(self.costs, lengths, start=before, within=self.within)
         return Evaluator(self.ctx, self.costs, result, self.active, lengths, reason)
 
-    def _fits(self, start: _Start) -> bool:
-        """Whether the program that was searched for a start fits there."""
+    def _lacking(self, start: _Start) -> float:
+        """The largest part of a device's memory that the program that was searched for a start lacks there."""
         assert start.searched is not None
-        return start.searched(start.ratios, lengths_for(self.ctx.theory.axes, start.ratios)).fits
+        candidate = start.searched(start.ratios, lengths_for(self.ctx.theory.axes, start.ratios))
+        if candidate.fits:
+            return 0.0
+        memory = self.ctx.cluster.devices
+        return max(missing / memory[rank].memory for rank, missing in candidate.lacking.items())
 
     def _fitting(self, short: Candidate) -> Candidate | None:
         """The candidate of the best program that fits in the place of one that does not; None where there is none,
@@ -190,7 +195,14 @@ class _Alternation:
         # Where others fit already, a few searches tell enough.
         quick = ctx.quick or best is not None
         fitting, lacking = search_fitting(
-            ctx, costs, lengths, short.result, self.within, self.active, quick=quick
+            ctx,
+            costs,
+            lengths,
+            short.result,
+            self.within,
+            self.active,
+            quick=quick,
+            worth=0.0 if ctx.quick or best is None else best,
         )
         if fitting is None:
             rounds.lacking = nearest(rounds.lacking, lacking)
@@ -239,9 +251,11 @@ def search_fitting(
     active: tuple[int, ...],
     *,
     quick: bool = False,
+    worth: float = 0.0,
 ) -> tuple[SearchResult | None, MemoryLimitError | None]:
     """The best program that fits at these lengths, or the error of the program found that lacks the fewest bytes.
-    ``quick``: none is searched further where a few searches have found none.
+    ``quick``: none is searched further where a few searches have found none, and ``worth``: the seconds below which
+    one is (:func:`hetspmd.search.memory_limits.search_that_fits`).
     """
     names, word = [d.name for d in ctx.cluster.devices], device_word(ctx.cluster)
     try:
@@ -256,6 +270,7 @@ def search_fitting(
                 memory_prices=ctx.memory_prices,
                 known=Known(ctx.earlier_prices, active) if within is None else None,
                 quick=quick,
+                worth=worth,
             )
     except MemoryLimitError as error:
         amounts = {active[j]: both for j, both in error.lacking.items()}

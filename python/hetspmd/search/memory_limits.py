@@ -107,11 +107,13 @@ def search_that_fits(
     memory_prices: MemoryPrices | None = None,
     known: Known | None = None,
     quick: bool = False,
+    worth: float = 0.0,
 ) -> SearchResult:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``memory_prices``: those of the searcher, where they have been made. ``known``: the prices of
     earlier searches, to which those of this one are added.
-    ``quick``: none is searched further where a few searches have found none that fits.
+    ``quick``: none is searched further where a few searches have found none that fits. One that takes fewer
+    seconds than ``worth`` is worth some searches more.
 
     Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
     meets the cost. Raises MemoryLimitError if no program found fits.
@@ -121,6 +123,7 @@ def search_that_fits(
     if prices.take(start):
         return start
     prices.raise_bound(start.lower_bound)
+    prices.worth = worth
     prices.folded = known is not None and searcher.folds
     if known is None:
         prices.run()
@@ -167,7 +170,7 @@ class _Lagrangian(Relaxation):
                 if earlier.exceeded or earlier.found_on != ranks:
                     over = self._hopeless(earlier.exceeded_in(end))
                 if not over:
-                    self.search(earlier.bounding.on(ranks, end))
+                    self._at_prices(earlier.bounding.on(ranks, end))
                     prices = earlier.fitting.on(ranks, end)
                     over = self._near(prices, earlier.fitting) or self._at_uniform_prices()
                     over = over or self._hopeless(sorted({i for i, _ in prices}))
@@ -205,11 +208,19 @@ class _Lagrangian(Relaxation):
     def _quickly(self, earlier: EarlierPrices, ranks: Sequence[int]) -> None:
         """A few searches near earlier prices, and at uniform ones."""
         end = len(self.searcher.space.theory.graph.instructions)
+        near = False
         if earlier.fitting is not None and earlier.bounding is not None:
-            self.search(earlier.bounding.on(ranks, end))
-            if self._near(earlier.fitting.on(ranks, end), earlier.fitting, quick=True):
-                return
-        self._at_uniform_prices(quick=True)
+            self._at_prices(earlier.bounding.on(ranks, end))
+            near = self._near(earlier.fitting.on(ranks, end), earlier.fitting, quick=True)
+        if (near or self._at_uniform_prices(quick=True)) and not (self.close(FAIR) or self.narrow(NARROW)):
+            assert self.best is not None
+            if self.best.cost < self.worth:
+                self._tilted(estimated=False)
+
+    def _at_prices(self, prices: dict[Place, float]) -> None:
+        """Search at these prices, if there are any: without, the best program is known."""
+        if prices:
+            self.search(prices)
 
     def _from_uniform_prices(self) -> bool:
         """Search at uniform prices and, if a program fits there, for a bound and better ones. Whether one does."""
@@ -262,7 +273,7 @@ class _Lagrangian(Relaxation):
     ) -> bool:
         """Scale the prices of an earlier search until a program just fits; whether one does. ``fitting``: what fits
         at these prices, if it is known."""
-        bracket = Bracket(NEAR, cheapest=self.without_prices(prices))
+        bracket = Bracket(NEAR, cheapest=self.without_prices(prices), tolerance=self.tolerance)
         if fitting is not None:
             bracket.take(fitting, fits=True)
         restarts = 0
@@ -312,7 +323,7 @@ class _Lagrangian(Relaxation):
         program exceeds are priced like the others. Whether no scale between gives another program, and memory that
         has no price is not what the cheaper ones lack."""
         prices = dict(self.won[0] if estimated and self.won is not None else self.top)
-        bracket = Bracket(cheapest=self.without_prices(prices))
+        bracket = Bracket(cheapest=self.without_prices(prices), tolerance=self.tolerance)
         restarts = 0
         most = ESTIMATED_SCALINGS if estimated and self.won is not None else SCALINGS
         for _ in range(most if prices else 0):

@@ -6,8 +6,8 @@ programs of both ends cost the same,
 
     s = (cost(most) - cost(least)) / (paid(least) - paid(most)),
 
-as in Dinkelbach's method (1967). If the search there finds none cheaper than these two, the hull has no program
-between them. Where no program has fitted yet, the steps grow as squares do.
+as in Dinkelbach's method (1967). If the search there finds none cheaper than these two, by more than it may miss,
+the hull has no program between them. Where no program has fitted yet, the steps grow as squares do.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Bracket:
     """No further factor is worth a search."""
     cheapest: tuple[float, float] | None = None
     """Of the program that costs least without prices: its seconds, and at most what it pays at unscaled ones."""
+    tolerance: float = 0.0
+    """Seconds by which a search may miss the best program."""
     _crossing: float | None = None
     _outwards: int = field(default=0)
 
@@ -79,7 +81,7 @@ class Bracket:
         """
         found = Scaled.of(self.factor, result)
         if self.factor == self._crossing and self.least is not None:
-            self.over = found.at(self.factor) >= self.least.at(self.factor) * (1.0 - SAME)
+            self.over = found.at(self.factor) >= self.least.at(self.factor) * (1.0 - SAME) - self.tolerance
         if fits:
             self.most = found
         else:
@@ -97,8 +99,14 @@ class Bracket:
             self.most = Scaled(self.most.factor, self.most.cost, math.nan)
 
     def _between(self, least: Scaled, most: Scaled) -> None:
-        """Next is where both ends cost the same, or the middle where they do so nowhere between."""
+        """Next is where both ends cost the same, or the middle where they do so nowhere between. Where they cost
+        the same at one end, but for what a search may miss, no factor between gives another program."""
         self.over |= most.factor - least.factor <= ENDS_MEET * least.factor
+        dearer = (
+            most.at(most.factor) - least.at(most.factor),
+            least.at(least.factor) - most.at(least.factor),
+        )
+        self.over |= self.tolerance > 0.0 and any(0.0 <= by <= self.tolerance for by in dearer)
         factor = least.crossing(most)
         if least.factor < factor < most.factor:
             self.factor = self._crossing = factor

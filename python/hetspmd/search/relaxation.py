@@ -76,10 +76,17 @@ class Relaxation:
     """The prices tried at which L is highest."""
     tried: tuple[dict[Place, float], float, bool] = field(default_factory=lambda: ({}, 0.0, False))
     """The last prices, their tilt, and whether they are estimated too."""
+    worth: float = 0.0
+    """A program that fits and takes fewer seconds is worth more searches than others."""
     estimates_fail: bool = False
     """With estimates no program fits at prices that outweigh all costs."""
     won: tuple[dict[Place, float], float, bool] | None = None
     """Those at which the best program was found."""
+
+    @property
+    def tolerance(self) -> float:
+        """Seconds by which a search may miss the best program."""
+        return TOLERANCE * self.lines[0].result.cost
 
     def exceeded(self, priced: Iterable[Place]) -> list[Place]:
         """Where the last program exceeds the capacity and there is no price yet."""
@@ -114,7 +121,7 @@ class Relaxation:
             start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
             folded=self.folded,
-            tolerance=TOLERANCE * self.lines[0].result.cost,
+            tolerance=self.tolerance,
         )
         self.tried = at, tilt, estimated
         if tilt == 0.0:
