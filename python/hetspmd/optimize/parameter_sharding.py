@@ -5,8 +5,9 @@ the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.
 links are what the step waits for, the best division leaves them idle neither in the forward nor in the backward,
 gathers nothing that the forward reads at once, and keeps small gradients together in buckets. No additive cost
 tells that. So the storage of a good program is changed, one parameter after the other, and what the simulation
-finds faster is kept. At the end of a round the distance of the gathers is chosen anew; one that gains enough is
-followed by another.
+finds faster is kept. Of alike parameters, those of alike layers, the first and the last are tried: where neither
+gains, those between are left as they are. At the end of a round the distance of the gathers is chosen anew; one
+that gains enough is followed by another.
 
 A changed program computes by the same triples; the search, confined to them, chooses its collectives.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Final
 
 from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
@@ -38,6 +40,10 @@ def storage_variants(
     storage = _Storage(ctx, costs, candidate)
     storage.run()
     return storage.best, storage.tried
+
+
+_FEW_ALIKE: Final = 3
+"""Of so few alike groups all are tried."""
 
 
 class _Storage:
@@ -65,8 +71,14 @@ class _Storage:
         thresholds = self.ctx.thresholds
         for _ in range(thresholds.storage_rounds):
             before = self.best.seconds
-            for group in self.groups:
-                self._change(group)
+            for alike in self._alike_groups():
+                for how in ("in shards", "whole"):
+                    first, *between = alike
+                    ends = [first, between.pop()] if len(alike) > 1 else [first]
+                    gains = [self._change(group, how) for group in ends]
+                    if any(gains) or len(alike) <= _FEW_ALIKE:
+                        for group in between:
+                            self._change(group, how)
             self._move_gathers()
             if self.best.seconds > before * (1 - thresholds.storage_round_gain):
                 break
@@ -83,17 +95,22 @@ class _Storage:
                 gains = self._try(self.forms, distance, f"gathers {distance} ahead")
                 waited = 0 if gains else waited + 1
 
-    def _change(self, group: Sequence[int]) -> None:
-        """Store the group's parameters in shards, or whole, unless they are."""
+    def _alike_groups(self) -> list[list[list[int]]]:
+        """The groups, those together whose parameters have the same shapes and are stored alike."""
+        tensors = self.ctx.theory.graph.tensors
+        alike: dict[tuple[object, ...], list[list[int]]] = {}
+        for group in self.groups:
+            kind = tuple((tensors[t].shape, tensors[t].dtype, self.forms[t]) for t in group)
+            alike.setdefault(kind, []).append(group)
+        return list(alike.values())
+
+    def _change(self, group: Sequence[int], how: str) -> bool:
+        """Store the group's parameters in shards, or whole, unless they are; whether that gains."""
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        what = f"{self.names[group[0]]}{more}"
-        for form, how in (
-            ({t: self.sharded[t] for t in group}, "in shards"),
-            (dict.fromkeys(group, REPLICATE), "whole"),
-        ):
-            forms = {**self.forms, **form}
-            if forms != self.forms:
-                self._try(forms, self.distance, f"{what} {how}")
+        form = {t: self.sharded[t] for t in group} if how == "in shards" else dict.fromkeys(group, REPLICATE)
+        forms = {**self.forms, **form}
+        what = f"{self.names[group[0]]}{more} {how}"
+        return forms != self.forms and self._try(forms, self.distance, what)
 
     def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> bool:
         """Whether the best program that stores parameters in these forms is the best so far with its gathers so
