@@ -14,16 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hetspmd
-from hetspmd.errors import CheckpointWarning, TraceError
+from hetspmd.errors import TraceError
 from hetspmd.trace.trace import trace
 from nets import traced
 
 WIDE = torch.float64
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore::hetspmd.errors.CheckpointWarning"),  # of one region in another
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 
 
 class Model(nn.Module):
@@ -106,6 +103,8 @@ REGIONS = {
     "reentrant, of the batch": 0,
     "in a loop, with other arguments": 3,
     "batch norm twice": 2,
+    "one region in another": 2,
+    "one reentrant region in another": 2,
 }
 """How many regions are computed again, of those that compute something that the backward reads."""
 
@@ -200,8 +199,3 @@ def test_a_region_may_keep_what_its_second_run_keeps_alike() -> None:
     model.calls, model.scale, model.width, model.ready = 0, None, 0, False
     graph = trace(model, (torch.randn(16, 12, dtype=WIDE),), {})
     assert {c.path: c.step for c in graph.host.counters} == {(".calls",): 2}
-
-
-def test_a_region_in_another_is_told() -> None:
-    with pytest.warns(CheckpointWarning, match=r"1 regions .* inside of others .*test_checkpoints.py:\d+"):
-        trace(Model(CASES["one region in another"]), (torch.randn(16, 12, dtype=WIDE),), {})

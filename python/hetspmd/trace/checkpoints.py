@@ -1,9 +1,9 @@
 """Activation checkpointing in a model: regions whose forward eager PyTorch runs again in the backward.
 
 A region is traced as the plain call that it is, and what it makes carries its number, so that the graph may
-compute it again (:mod:`hetspmd.trace.recompute`). A region inside of another one is a part of it. What the second
-run does besides computing activations has to be kept: it updates running statistics once more. It is traced after
-the forward, the last region first, as the backward does it. How far that run gets depends on what autograd saves,
+compute it again (:mod:`hetspmd.trace.recompute`). A region inside of another one has a number of its own, and what it
+makes is a part of both. What the second run does besides computing activations has to be kept: it updates running
+statistics once more. It is traced after the forward, the last region first, as the backward does it. How far that run gets depends on what autograd saves,
 so a number that a region counts on in Python is refused. A region that changes buffers and draws random numbers is
 refused, since its second run would draw others. With ``use_reentrant=True`` a region of which no argument requires
 a gradient gives none, in the plan as in eager PyTorch.
@@ -11,7 +11,7 @@ a gradient gives none, in the plan as in eager PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,24 +28,33 @@ from hetspmd.trace.host.recorder import Place
 
 
 class Checkpoints:
-    """The regions of a step: ``count`` of them, and ``nested`` ones inside of others, the first at ``line``.
+    """The regions of a step, numbered from 0 in the order in which they begin.
 
     ``counted`` tells the numbers that forward has changed so far, by their places.
     """
 
     def __init__(self, model: nn.Module, counted: Callable[[], Mapping[Place, object]] = dict) -> None:
         self._model, self._counted = model, counted
-        self.count, self.nested = 0, 0
-        self.line = ""
-        self._inside = False
+        self._around: list[int | None] = []
+        """Of each region the one that it lies in."""
+        self._inside: int | None = None
         self._open = ExitStack()
         self._again: list[Callable[[], Any]] = []
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """Within it, regions are plain calls. One that an error ends is closed behind it."""
+        self._inside = None
         with ExitStack() as self._open, checkpoints_replaced(self._begin, self._reentrant):
             yield
+
+    def whole(self, made: Mapping[int, Iterable[int]]) -> dict[int, frozenset[int]]:
+        """The tensors of each region, with those of the regions in it; ``made`` has them by the innermost region."""
+        tensors = {number: set(made.get(number, ())) for number in range(len(self._around))}
+        for number, around in reversed(list(enumerate(self._around))):
+            if around is not None:
+                tensors[around] |= tensors[number]
+        return {number: frozenset(each) for number, each in tensors.items() if each}
 
     def run_again(self) -> None:
         """Do what the second runs do to buffers."""
@@ -59,20 +68,16 @@ class Checkpoints:
         """Note a region that begins; what is returned is called at its end."""
         if not torch.is_grad_enabled():
             return lambda: None
-        outermost = not self._inside
-        if outermost:
-            self._inside = True
-            self._open.enter_context(in_region(self.count))
-            self.count += 1
-        else:
-            self.nested += 1
-            self.line = self.line or here(self._model)
+        around, number = self._inside, len(self._around)
+        self._around.append(around)
+        self._inside = number
+        scope = self._open.enter_context(ExitStack())
+        scope.enter_context(in_region(number))
         before, numbers = self._buffers(), dict(self._counted())
 
         def end() -> None:
-            if outermost:
-                self._inside = False
-                self._open.close()
+            self._inside = around
+            scope.close()
             for place, value in self._counted().items():
                 if numbers.get(place) != value:
                     raise TraceError(
