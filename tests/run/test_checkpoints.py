@@ -96,6 +96,24 @@ CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "one reentrant region in another": lambda m, x: (
         m.b(checkpoint(nested(m, reentrant=True), m.a(x), use_reentrant=True)).pow(2).mean()
     ),
+    "batch norm in the last region of another": lambda m, x: (
+        m.b(
+            checkpoint(
+                lambda h: checkpoint(normed(m), h.cos(), use_reentrant=False), m.a(x), use_reentrant=False
+            )
+        )
+        .pow(2)
+        .mean()
+    ),
+    "batch norm in a region of another": lambda m, x: (
+        m.b(
+            checkpoint(
+                lambda h: checkpoint(normed(m), h, use_reentrant=False).tanh(), m.a(x), use_reentrant=False
+            )
+        )
+        .pow(2)
+        .mean()
+    ),
     "several results": lambda m, x: several(m, m.a(x)),
 }
 REGIONS = {
@@ -105,6 +123,8 @@ REGIONS = {
     "batch norm twice": 2,
     "one region in another": 2,
     "one reentrant region in another": 2,
+    "batch norm in a region of another": 2,
+    "batch norm in the last region of another": 2,
 }
 """How many regions are computed again, of those that compute something that the backward reads."""
 

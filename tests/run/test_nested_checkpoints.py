@@ -1,4 +1,4 @@
-"""Regions of torch.utils.checkpoint inside of others train as on one device, each computed again in its own turn."""
+"""Regions of torch.utils.checkpoint inside of others train as on one device, each computed again in its own run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import trace
 from recomputing import Block, batch
 
-WIDE = torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 WORLDS = {1: (1,), 2: (3, 1), 3: (4, 2, 1), 4: (4, 2, 1, 1), 5: (5, 1, 3, 2, 1)}
 
 
@@ -52,7 +52,9 @@ class Nested(nn.Module):
             h = self.region(depth, partial(self.under, half, count // 2, depth - 1), h)
         return h
 
-    def region(self, depth: int, call: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    def region(
+        self, depth: int, call: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor
+    ) -> torch.Tensor:
         result: torch.Tensor = checkpoint(call, h, use_reentrant=self.kinds[self.depth - depth])
         return result
 
@@ -111,7 +113,11 @@ def test_two_levels_on_unlike_devices(world: int, kind: str) -> None:
 )
 def test_three_levels(kind: str, options: dict[str, Any]) -> None:
     asked = ask(
-        Nested(3, KINDS[kind], layers=8), trained("adamw"), cluster=cluster(4, 2, 1), example=batch(), **options
+        Nested(3, KINDS[kind], layers=8),
+        trained("adamw"),
+        cluster=cluster(4, 2, 1),
+        example=batch(),
+        **options,
     )
     assert asked.error() < 1e-9
     wanted = 0 if options.get("recompute") == "none" else 3
@@ -124,9 +130,10 @@ def test_micro_batches() -> None:
     assert asked.plans[0].micro_batches == 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("depth", [2, 3])
-def test_running_statistics_are_updated_as_often_as_on_one_device(depth: int) -> None:
-    model = Nested(depth, statistics=True, layers=2**depth)
+def test_running_statistics_are_updated_as_often_as_on_one_device(depth: int, reentrant: bool) -> None:
+    model = Nested(depth, (reentrant,) * 3, statistics=True, layers=2**depth)
     asked = ask(model, trained("sgd"), cluster=cluster(4, 2, 1), example=batch())
     assert asked.error() < 1e-9
 

@@ -142,8 +142,8 @@ class _Fitting:
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
     """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones
-    and, by the same name and :data:`SELECTIVE`, their cheap parts. Regions inside of others come last: they save nothing
-    of what the forward holds for the backward, but of what the backward holds of the others."""
+    and, by the same name and :data:`SELECTIVE`, their cheap parts. Regions inside of others come last: they save
+    nothing that the forward holds for the backward, only what the backward holds of the others."""
     parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
     every = [block for block in blocks if not block.name.endswith(SELECTIVE)]
     whole = outermost(every)

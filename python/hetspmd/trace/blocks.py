@@ -1,8 +1,8 @@
 """Which parts of a model are blocks, whose activations may be computed again.
 
 A block is a module, by its path, or a region of ``torch.utils.checkpoint``, ``checkpoint 0`` being the first that
-the forward meets. A region inside of another block stays one of its own, which is computed again in that block's run
-and in its own (:mod:`hetspmd.trace.recompute`). What ``recompute=`` may ask for:
+the forward meets. A region inside of another block stays one of its own, which is computed again in that block's
+run and in its own (:mod:`hetspmd.trace.recompute`). What ``recompute=`` may ask for:
 
 - ``"checkpoints"``: the model's own regions (the default);
 - ``"none"``: nothing;
@@ -172,8 +172,8 @@ def repeating(graph: Graph) -> list[Block]:
 
 
 def selective(graph: Graph, regions: Sequence[Block]) -> list[Block]:
-    """Of the regions and of repeating modules, and of what lies in none of them, what is cheap to compute again; of a
-    module what lies in no region inside of it."""
+    """Of the regions and of repeating modules, and of what lies in none of them, what is cheap to compute again. Of
+    a module it is what lies in no region inside of it."""
     blocks = outermost([*regions, *repeating(graph)])
     own = frozenset[int]().union(*(region.tensors for region in regions))
     inside = frozenset[int]().union(*(block.tensors for block in blocks))

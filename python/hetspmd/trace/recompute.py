@@ -11,9 +11,9 @@ what leaves it, since that is held as what enters the next one, and so is what i
   sums were rounded otherwise might decide otherwise. What is small beside what it is made of (a norm's statistics)
   is held, since that takes little.
 - What updates a buffer is not read by the backward, and is not computed again.
-- A block inside of another one is computed again by that one's run, and once more by its own when the backward comes
-  to it. Of the outer run only what enters and leaves the inner blocks is held meanwhile. So it goes on inside: what
-  has three blocks around it has three copies at most, and fewer where nothing reads what an outer run would make.
+- A block inside of another one is computed again by that one's run, and once more by its own when the backward
+  comes to it. Of the outer run only what enters and leaves the inner blocks is held meanwhile. What has three
+  blocks around it has three copies at most, and fewer where nothing reads what an outer run makes.
 - Copies and their tensors are new ones. They are of the backward, and nothing merges calls of the two phases.
 - A parameter that a copy reads is read by the backward (:mod:`hetspmd.trace.second_reads`), so that a program may
   gather it again for the copy and for the gradients of its block.
@@ -63,8 +63,8 @@ def own_regions(_graph: Graph, regions: Sequence[Block]) -> Sequence[Block]:
 
 
 def with_recomputation(graph: Graph, blocks: Sequence[Block]) -> Graph:
-    """The graph in which the backward computes these blocks again: what lies in several, one inside of the other, once
-    for each, and of a tensor in others the first counts.
+    """The graph in which the backward computes these blocks again: what lies in several, one inside of the other,
+    once for each. Of blocks that overlap otherwise the first counts.
 
     The graph is one without second readings of parameters, and of one segment. Tensors keep their ids; the copies
     come last. The same graph where the backward reads nothing that the blocks need not hold.
@@ -81,8 +81,8 @@ def recomputed(graph: Graph, blocks: Sequence[Block]) -> Graph:
 
 @dataclass
 class _Pass:
-    """A *run* is one more time that what a block contains is computed: run 0 is the forward, run n that of the n-th of
-    the blocks around an instruction, counted from the outermost."""
+    """A *run* computes what a block contains: run 0 is the forward, run n that of the n-th of the blocks around an
+    instruction, counted from the outermost."""
 
     graph: Graph
     blocks: Sequence[Block]
@@ -198,8 +198,8 @@ class _Pass:
         return self.graph.producers[tensor] in self.put_off
 
     def _needed(self, instruction: Instruction) -> Iterator[tuple[Instruction, int]]:
-        """The instructions that have to be made for one of the backward, with their runs, in order: a run reads what
-        earlier ones have made."""
+        """The instructions that have to be made for one of the backward, with their runs, in order: a run reads
+        what earlier ones have made."""
         graph, every = self.graph, len(self.blocks)
         found: set[tuple[bool, int, int]] = set()
         stack = [(tensor, every) for tensor in instruction.inputs]

@@ -169,8 +169,7 @@ def _traced(
     _warn(step, watch)
     states += watch.states
     graph = replace(graph, autocast=autocast_state(place.type))
-    regions = step.checkpoints.whole(made)
-    return graph, [Block(region_name(number), tensors) for number, tensors in regions.items()]
+    return graph, [Block(region_name(n), tensors) for n, tensors in step.checkpoints.whole(made).items()]
 
 
 @contextmanager
