@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetspmd
+import zoo
 from hetspmd.run.module import HAP
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import trace
@@ -178,3 +179,25 @@ def test_under_autocast() -> None:
         hetspmd.verify(model, example, cluster(4, 2, 1), tolerance=0.05).require()
     assert max(copies_of(graph)) == 2
     assert any(t.dtype == "bfloat16" for t in graph.tensors)
+
+
+@pytest.mark.slow
+def test_regions_of_hugging_face_in_one_of_the_users() -> None:
+    network, example, _ = zoo.gpt2(dropout=0.0)
+    network.double().train()
+    network.config.use_cache = False
+    network.activation_checkpointing_enable()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = checkpoint(lambda: self.network(**batch).loss, use_reentrant=False)
+            return result
+
+    graph = trace(Outer(), (), example)
+    assert [b.block for b in graph.recomputed] == ["checkpoint 0", "checkpoint 1", "checkpoint 2"]
+    assert max(copies_of(graph)) == 2
+    hetspmd.verify(Outer(), example, cluster(4, 2, 1)).require()
