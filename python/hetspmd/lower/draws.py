@@ -29,7 +29,7 @@ Call = Callable[..., fx.Node]
 
 
 def write_noise(graph: fx.Graph) -> None:
-    """Write random ops of a local graph as noise and ops, in place, where what they draw is known by their shapes."""
+    """Write random ops of a local graph, in place, as noise and ops where shapes say what they draw."""
     for node in [node for node in graph.nodes if node.target is calls.draw]:
         op, args, kwargs = node.args[5:8]
         if (write := _WRITERS.get(str(op))) is None:
