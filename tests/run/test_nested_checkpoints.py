@@ -125,6 +125,14 @@ def test_three_levels(kind: str, options: dict[str, Any]) -> None:
     assert max(copies_of(asked.plans[0].graph), default=0) == wanted
 
 
+@pytest.mark.slow
+def test_compiled() -> None:
+    """What is computed in several runs is computed as often where it is compiled together."""
+    options = {"cluster": cluster(3, 1), "example": batch()}
+    asked = ask(Nested(), trained("sgd"), compile={"backend": "aot_eager"}, **options)
+    assert asked.error() < 1e-9
+
+
 def test_micro_batches() -> None:
     asked = ask(Nested(), trained("sgd"), cluster=cluster(4, 2, 1), example=batch(), micro_batches=2)
     assert asked.error() < 1e-9
@@ -132,14 +140,17 @@ def test_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_running_statistics_are_updated_as_often_as_on_one_device(depth: int, reentrant: bool) -> None:
     model = Nested(depth, (reentrant,) * 3, statistics=True, layers=2**depth)
     asked = ask(model, trained("sgd"), cluster=cluster(4, 2, 1), example=batch())
     assert asked.error() < 1e-9
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"recompute": "all"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"micro_batches": 3}, {"recompute": "all"}))],
+)
 def test_dropout_is_that_of_one_device(options: dict[str, Any]) -> None:
     report = hetspmd.verify(Nested(dropout=0.4), batch(), cluster(4, 2, 1), **options)
     report.require()
