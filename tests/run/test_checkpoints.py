@@ -11,7 +11,7 @@ import torch
 from equal import assert_equal_to_one_device
 from small_plans import cluster
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 import hetspmd
 from hetspmd.errors import TraceError
@@ -73,6 +73,17 @@ def several(m: Any, h: torch.Tensor) -> torch.Tensor:
     return m.b(a * k + b).pow(2).mean()
 
 
+def to_the_end(m: Any, h: torch.Tensor) -> torch.Tensor:
+    """The second run of a region goes on when it has what was saved, that of the one in it does not."""
+
+    def region(h: torch.Tensor) -> torch.Tensor:
+        with set_checkpoint_early_stop(True):
+            return checkpoint(normed(m), h.cos(), use_reentrant=False)  # type: ignore[no-any-return]
+
+    with set_checkpoint_early_stop(False):
+        return m.b(checkpoint(region, h, use_reentrant=False)).pow(2).mean()  # type: ignore[no-any-return]
+
+
 CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "without reentry": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=False)).pow(2).mean(),
     "reentrant": lambda m, x: m.b(checkpoint(block(m), m.a(x), use_reentrant=True)).pow(2).mean(),
@@ -105,6 +116,7 @@ CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
         .pow(2)
         .mean()
     ),
+    "batch norm in the last region of one that goes on": lambda m, x: to_the_end(m, m.a(x)),
     "batch norm in a region of another": lambda m, x: (
         m.b(
             checkpoint(
@@ -125,6 +137,7 @@ REGIONS = {
     "one reentrant region in another": 2,
     "batch norm in a region of another": 2,
     "batch norm in the last region of another": 2,
+    "batch norm in the last region of one that goes on": 2,
 }
 """How many regions are computed again, of those that compute something that the backward reads."""
 

@@ -35,13 +35,14 @@ from hetspmd.trace.host.recorder import Place
 
 @dataclass
 class _Region:
-    """A region: the one ``around`` it, and whether its second run ``stops`` when it has what was saved.
+    """A region: the one ``around`` it, and whether its second run ``stops`` when it has what was saved (None: it is
+    reentrant, and a run of the one around it computes it before it can stop).
 
     ``scope`` is left at its end. ``reached``: whether the second run of the one around computes it, too: where that
     stops, it does so only if it needs something behind."""
 
     around: int | None
-    stops: bool
+    stops: bool | None
     scope: ExitStack
     reached: bool = True
 
@@ -87,7 +88,7 @@ class Checkpoints:
                 again()
 
     def _begin(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], stops: bool
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], stops: bool | None
     ) -> Callable[[], None]:
         """Note a region that begins; what is returned is called at its end."""
         if not torch.is_grad_enabled():
@@ -122,7 +123,7 @@ class Checkpoints:
         """Look whether autograd saves something behind a region and inside of the one around it: the tensors that a
         region is given, or what an op saves."""
         around = None if region.around is None else self._regions[region.around]
-        if around is not None and around.stops and region.stops:
+        if around is not None and around.stops and region.stops is not None:
             region.reached = False
             around.scope.enter_context(saves_told(region.reach))
 
@@ -143,7 +144,7 @@ class Checkpoints:
         if torch.is_grad_enabled() and not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             with torch.no_grad():
                 return function(*args)
-        end = self._begin(function, args, {}, False)
+        end = self._begin(function, args, {}, None)
         output = function(*args)
         end()
         return output
