@@ -107,7 +107,7 @@ def test_nested_regions_as_counted(kind: str, count: int, monkeypatch: pytest.Mo
         assert innermost < inner < (0.5 if count == 1 else 0.7) * outer
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 3))])
 def test_what_one_device_holds(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of one device is predicted to hold what eager PyTorch holds with the same regions."""
     (predicted,) = planned(depth, "data parallel", 1, monkeypatch, (1,)).cost.memory_bytes

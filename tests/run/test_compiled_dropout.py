@@ -96,7 +96,7 @@ def on_ranks(model: nn.Module, world: int, body: Any, **options: Any) -> list[An
     return run_ranks(world, rank)
 
 
-CASES = [(1, True), (2, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, False), (3, True)))]
+CASES = [(1, True), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, True), (2, False), (3, True)))]
 
 
 @pytest.mark.parametrize(("world", "every"), CASES)
