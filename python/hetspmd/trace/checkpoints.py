@@ -88,7 +88,11 @@ class Checkpoints:
                 again()
 
     def _begin(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], stops: bool | None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stops: bool | None,
     ) -> Callable[[], None]:
         """Note a region that begins; what is returned is called at its end."""
         if not torch.is_grad_enabled():
