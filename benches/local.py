@@ -1,11 +1,12 @@
 """What a program costs on one device, beside eager PyTorch: CPU seconds and peak memory of a training step.
 
 Each model is trained twice from the same weights, as it is and as the one rank of a ``HAP``; a step is forward,
-backward and AdamW's step. Steps of the two take turns; the ratio is the median over pairs of neighbours, so that
-what else the machine does falls on both. One thread, seconds of CPU time. The peak is counted on a step apart
-(:class:`emulated.memory.LiveBytes`), parameters and AdamW's moments included. With --compile both are compiled.
+backward and AdamW's step. Steps of the two take turns; the ratio is the median over pairs of neighbours, so
+that what else the machine does falls on both. One thread, seconds of CPU time. The peak is counted on a step
+apart (:class:`emulated.memory.LiveBytes`), parameters and AdamW's moments included. With --compile both are
+compiled, with --dropout every nn.Dropout of the models, which have none otherwise, drops that part.
 
-python benches/local.py [--rounds N] [--compile] [--write docs/local.md] [NAME ...]
+python benches/local.py [--rounds N] [--compile] [--dropout P] [--write docs/local.md] [NAME ...]
 """
 
 from __future__ import annotations
@@ -114,12 +115,21 @@ def wrapped(
     return hap
 
 
-def peaks(name: str, **options: int) -> tuple[int, int]:
+def built(name: str, dropout: float, **options: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and its batch, with so much dropout."""
+    model, batch = build(name, **options)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+    return model, batch
+
+
+def peaks(name: str, *, dropout: float = 0.0, **options: int) -> tuple[int, int]:
     """Peak bytes of a step, eager and as one rank of a HAP."""
 
     def peak(wrap: Callable[[nn.Module, dict[str, torch.Tensor]], nn.Module]) -> int:
         with LiveBytes() as counter:
-            model, batch = build(name, **options)
+            model, batch = built(name, dropout, **options)
             step = stepper(wrap(model, batch), batch)
             for _ in range(STEPS):
                 counter.reset_peak()
@@ -135,7 +145,7 @@ def peaks(name: str, **options: int) -> tuple[int, int]:
 
 def seconds(
     name: str, rounds: int, *, compile: bool = False, device: str = "cpu", dtype: torch.dtype | None = None,
-    **options: int,
+    dropout: float = 0.0, **options: int,
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:  # fmt: skip
     """Seconds of each step, eager (or compiled) and as one rank of a HAP, in pairs; under autocast to ``dtype`` if
     one is given."""
@@ -146,8 +156,8 @@ def seconds(
         return nullcontext() if dtype is None else torch.autocast(place.type, dtype)
 
     def body(communicator: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        model, on_host = build(name, **options)
-        other, _ = build(name, **options)
+        model, on_host = built(name, dropout, **options)
+        other, _ = built(name, dropout, **options)
         batch = {key: value.to(place) for key, value in on_host.items()}
         own = torch.compile(model.to(place)) if compile else model.to(place)
         with autocast():
@@ -167,10 +177,10 @@ def seconds(
     return found
 
 
-def measure(name: str, rounds: int, *, compile: bool = False) -> Measured:
+def measure(name: str, rounds: int, *, compile: bool = False, dropout: float = 0.0) -> Measured:
     """Both quantities of one model; bytes are of what is not compiled."""
-    eager, hap = seconds(name, rounds, compile=compile)
-    return Measured(name, eager, hap, *peaks(name))
+    eager, hap = seconds(name, rounds, compile=compile, dropout=dropout)
+    return Measured(name, eager, hap, *peaks(name, dropout=dropout))
 
 
 def main() -> int:
@@ -178,6 +188,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(MODELS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of steps (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile beside HAP(compile=True)")
+    parser.add_argument(
+        "--dropout", type=float, default=0.0, help="of every nn.Dropout (default: %(default)s)"
+    )
     parser.add_argument("--write", type=Path, help="put the table between the marks of this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -185,7 +198,7 @@ def main() -> int:
     lines = [HEAD]
     print(HEAD)
     for name in options.names:
-        lines.append(measure(name, options.rounds, compile=options.compile).row())
+        lines.append(measure(name, options.rounds, compile=options.compile, dropout=options.dropout).row())
         print(lines[-1], flush=True)
     if options.write is not None:
         text = options.write.read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ __all__ = [
     "BatchMismatchError",
     "BatchSizeError",
     "CheckError",
-    "CheckpointWarning",
     "ClockWarning",
     "ClusterError",
     "CollectiveMismatchError",
@@ -126,10 +125,6 @@ class TensorTypeWarning(UserWarning):
 
 class FollowerWarning(UserWarning):
     """A module that is a copy of a trained one is stored in other shards."""
-
-
-class CheckpointWarning(UserWarning):
-    """The model checkpoints activations inside of what it checkpoints; plans compute both again at once."""
 
 
 class OutsideParameterWarning(UserWarning):

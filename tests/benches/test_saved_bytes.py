@@ -10,8 +10,8 @@ import torch
 
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.run.autograd import Runner
-from local import wrapped
-from trust.models import MODELS, build
+from local import built, wrapped
+from trust.models import MODELS
 
 COMPILER = {"backend": "aot_eager_decomp_partition"}
 """What decides what ``torch.compile`` saves, without the code that it writes."""
@@ -25,9 +25,13 @@ def bytes_beside(tensors: Iterable[torch.Tensor], held: set[int]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", MODELS)
-def test_no_more_is_saved_than_torch_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = build(name)
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*((name, 0.0) for name in MODELS), ("BERT", 0.1), ("GPT-2", 0.1)]
+)
+def test_no_more_is_saved_than_torch_saves(
+    name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = built(name, dropout)
     held = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch.values())}
     compiled, saved = torch.compile(model, **COMPILER), list[torch.Tensor]()
     compiled(**batch)

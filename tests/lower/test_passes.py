@@ -38,7 +38,7 @@ from hetspmd.trace.values import dtype_name
 
 CPU = torch.device("cpu")
 NAMES = [
-    "emit", "unread", "aliases", "convolutions", "scatter", "batch-norms", "saves", "in-place", "spare",
+    "emit", "unread", "aliases", "convolutions", "scatter", "batch-norms", "noise", "saves", "in-place", "spare",
     "check",
 ]  # fmt: skip
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import hetspmd
 from hetspmd.cluster.cluster import Cluster
@@ -234,3 +235,34 @@ def test_what_is_cheap_first() -> None:
     assert plan.cost.step_seconds < every.cost.step_seconds
     again = hetspmd.verify(model, (x,), devices, plan=plan)
     again.require()
+
+
+class InRegions(Layers):
+    """The layers in a region, of which each has one of its own if asked for."""
+
+    def __init__(self, *, each: bool = True) -> None:
+        super().__init__()
+        self.each = each
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.each else block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False).square().mean()
+
+
+def test_regions_inside_of_others_come_last() -> None:
+    """Where less has to be held than the outer region alone does."""
+    model, x = InRegions(), torch.randn(4096, 16)
+    alone, nested = (hetspmd.compile(each, (x,), DEVICES) for each in (InRegions(each=False), model))
+    assert max(nested.cost.memory_bytes) < 0.6 * max(alone.cost.memory_bytes)
+    pairs = zip(nested.cost.memory_bytes, alone.cost.memory_bytes, strict=True)
+    devices = limited([(a + b) // 2 for a, b in pairs])
+    plan = asked(model, x, devices, recompute="auto")
+    assert fits(plan, devices)
+    assert len(plan.graph.recomputed) > 1
+    hetspmd.verify(model, (x,), devices, plan=plan).require()
+    wide = limited([2 * b for b in alone.cost.memory_bytes])
+    assert "checkpoint 1" not in names(asked(model, x, wide, recompute="auto"))

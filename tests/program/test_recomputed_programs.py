@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from program_builder import cheap_random_program, random_program, uneven
 from ranks_in_turns import error_in_turns
+from test_nested_checkpoints import Nested
+from torch import nn
 
 from hetspmd.errors import MicroBatchError
 from hetspmd.optimize.compiler import plan_for
@@ -39,12 +41,18 @@ PARTS = ((0.5, 0.34, 0.16), (0.0, 1.0), (1.0,))
 """The part of the samples in each micro-batch: uneven, one of nothing, all at once."""
 STACKS: dict[str, dict[str, Any]] = {
     "plain": {}, "dropout": {"dropout": 0.4}, "statistics": {"dropout": 0.3, "statistics": True},
+    "nested": {"dropout": 0.4},
 }  # fmt: skip
 
 
 @cache
-def stack(name: str) -> tuple[Blocks, Theory, ReferenceResult]:
-    """Two blocks that are computed again, and what one device computes that computes nothing again."""
+def stack(name: str) -> tuple[nn.Module, Theory, ReferenceResult]:
+    """Two blocks that are computed again, and what one device computes that computes nothing again; or regions in
+    two others."""
+    if name == "nested":
+        regions = Nested(**STACKS[name])
+        want = on_one_device(theory_of(regions, batch(), "none"), regions, batch())
+        return regions, theory_of(regions, batch(), "checkpoints"), want
     model = Blocks(2, **STACKS[name])
     want = on_one_device(theory_of(model, batch(), "none"), model, batch())
     theory = theory_of(model, batch(), "all")
@@ -52,7 +60,9 @@ def stack(name: str) -> tuple[Blocks, Theory, ReferenceResult]:
     return model, theory, want
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize(
+    "name", [*(n for n in STACKS if n != "nested"), pytest.param("nested", marks=pytest.mark.slow)]
+)
 def test_random_programs(name: str) -> None:
     model, theory, want = stack(name)
     inputs = inputs_of(theory.graph, batch())
@@ -67,7 +77,7 @@ def test_random_programs(name: str) -> None:
         assert error < 1e-9, f"seed {seed} on {world} devices"
 
 
-@pytest.mark.parametrize("name", ["plain", "dropout"])
+@pytest.mark.parametrize("name", ["plain", "dropout", pytest.param("nested", marks=pytest.mark.slow)])
 def test_random_programs_in_micro_batches(name: str) -> None:
     model, theory, want = stack(name)
     inputs = inputs_of(theory.graph, batch())

@@ -172,6 +172,60 @@ def test_own_regions_and_modules_together() -> None:
     )
 
 
+class PartlyInRegions(nn.Module):
+    """A layer of which a part is a region, which has another one in itself."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.up, self.down = layer.up, layer.down
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.up(h)).tanh()
+
+    def outer(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.down(checkpoint(self.inner, torch.cos(h), use_reentrant=False)))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h.exp() + checkpoint(self.outer, h.sin(), use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("checkpoints", ["checkpoint 0", "checkpoint 1"]),
+        ("none", []),
+        ("all", ["checkpoint 0", "checkpoint 1", "h.0", "h.1", "h.2"]),
+        ("h.0", ["checkpoint 0", "checkpoint 1", "h.0"]),
+        (
+            "selective",
+            ["checkpoint 0", "checkpoint 1", "h.0 (selective)", "h.1 (selective)", "h.2 (selective)"],
+        ),
+    ],
+)
+def test_regions_inside_of_others_stay(how: str, wanted: list[str]) -> None:
+    model = Blocks()
+    model.h[0] = PartlyInRegions(model.h[0])
+    plain, theory = theory_of(model, batch(), "none"), theory_of(model, batch(), how)
+    graph = theory.graph
+    assert sorted(b.block for b in graph.recomputed if b.block != "the rest (selective)") == wanted
+    want, got = (on_one_device(each, model, batch()) for each in (plain, theory))
+    assert largest_difference(got, want) < 1e-12
+    again = trace(model, (), batch(9), recompute=as_in(graph))
+    assert [b.block for b in again.recomputed] == [b.block for b in graph.recomputed]
+    assert len(again.instructions) == len(graph.instructions)
+
+
+def test_blocks_that_overlap() -> None:
+    """Of what lies in two of which neither contains the other the first counts."""
+    graph = graph_of("none")
+    first, second = (block.tensors for block in repeating(graph)[:2])
+    part = frozenset(sorted(second)[:3])
+    made = recomputed(graph, [Block("a", first | part), Block("b", second), Block("c", first)])
+    in_block = {b.block: {t for t, _ in b.tensors} for b in made.recomputed}
+    assert in_block["b"].isdisjoint(part)
+    assert in_block["c"] <= first
+
+
 def test_the_pass_on_a_graph_with_second_readings() -> None:
     """As ``auto`` does it: the same graph as if the trace had done it."""
     plain, made = graph_of("none"), graph_of("all")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hetspmd.errors import RandomOpError
-from hetspmd.program.noise import NOISE
+from hetspmd.program.noise import NOISE, Noise
 
 Region = tuple[int, int, int]
 """(dim, start, extent) of the slice of the whole tensor that a rank holds."""
@@ -140,7 +140,6 @@ def random_op(
     randomness: Randomness, draw: Draw, op: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Run a random op on this rank. Raises RandomOpError for an op that reference mode cannot slice."""
-    generator = randomness.generator(draw)
     whole = randomness.reference or draw.shared
     noise_of = NOISE.get(str(op))
     if noise_of is None and whole and draw.region is not None:
@@ -150,11 +149,26 @@ def random_op(
             "the inputs or parameters beside it"
         )
     if noise_of is None or (noise_of.of_slices and not whole):
+        generator = randomness.generator(draw)
         return _with_default_state(generator, randomness.device, lambda: op(*args, **kwargs))
+    dtype = kwargs.get("dtype") or noise_of.dtype or _result_dtype(args)
+    noise = drawn_noise(randomness, draw, noise_of, args, kwargs, dtype)
+    return noise_of.finish(noise, *args, **kwargs)
+
+
+def drawn_noise(
+    randomness: Randomness,
+    draw: Draw,
+    noise_of: Noise,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The noise of an op on this rank."""
+    generator, whole = randomness.generator(draw), randomness.reference or draw.shared
     shape = noise_of.shape(draw.shape, *args, **kwargs)
     for dim, _, extent in () if whole else draw.regions:
         shape = (*shape[:dim], extent, *shape[dim + 1 :])
-    dtype = kwargs.get("dtype") or noise_of.dtype or _result_dtype(args)
     noise = torch.empty(shape, dtype=dtype, device=randomness.device)
     flat = noise.view(-1)
     # Above a chunk, the numbers of a CUDA generator depend on how many processors the GPU has.
@@ -163,7 +177,7 @@ def random_op(
         noise_of.fill(flat[start : start + chunk], generator, *args, **kwargs)
     for region in draw.regions if whole else ():
         noise = noise.narrow(*region)
-    return noise_of.finish(noise, *args, **kwargs)
+    return noise
 
 
 def drawn_inside(randomness: Randomness, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:

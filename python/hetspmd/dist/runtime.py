@@ -12,8 +12,9 @@ from hetspmd.dist import collectives
 from hetspmd.dist.coalesced import PendingBucket
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.pending import PendingTensor
-from hetspmd.dist.random import Draw, Randomness, Region, drawn_inside, random_op
+from hetspmd.dist.random import Draw, Randomness, Region, drawn_inside, drawn_noise, random_op
 from hetspmd.dist.slices import movable
+from hetspmd.program.noise import NOISE
 
 
 class LossScale(Protocol):
@@ -75,9 +76,22 @@ class Runtime:
         kwargs: dict[str, Any],
     ) -> Any:
         """What a random op draws (:func:`hetspmd.lower.calls.draw`)."""
-        cut = [(dim, start, extent) for dim, start, extent in regions]
-        draw = Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)
-        return random_op(self.randomness, draw, op, args, kwargs)
+        return random_op(self.randomness, _draw(instruction, shape, regions, alike), op, args, kwargs)
+
+    def noise(
+        self,
+        instruction: int,
+        shape: Sequence[int],
+        regions: Sequence[Region],
+        alike: bool,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The noise of it (:func:`hetspmd.lower.calls.noise`)."""
+        draw = _draw(instruction, shape, regions, alike)
+        return drawn_noise(self.randomness, draw, NOISE[str(op)], args, kwargs, dtype)
 
     def attend(self, kernel: Any, op: Any, args: tuple[Any, ...]) -> Any:
         """An attention with dropout (:func:`hetspmd.lower.calls.attend`)."""
@@ -111,3 +125,8 @@ class Runtime:
             buffer = torch.empty_like(value, memory_format=torch.contiguous_format, requires_grad=False)
         self.everyone.broadcast(movable(buffer), self.source).wait()
         return buffer if self.idle else value
+
+
+def _draw(instruction: int, shape: Sequence[int], regions: Sequence[Region], alike: bool) -> Draw:
+    cut = [(dim, start, extent) for dim, start, extent in regions]
+    return Draw(instruction, tuple(shape), cut[0] if cut else None, tuple(cut[1:]), alike)

@@ -85,6 +85,22 @@ def draw(
     return runtime.draw(instruction, shape, regions, alike, op, args, kwargs)
 
 
+def noise(
+    runtime: Any,
+    instruction: int,
+    shape: Sequence[int],
+    regions: Sequence[Any],
+    alike: bool,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The noise of what :func:`draw` would draw, of this dtype; None stands for tensors in ``args``."""
+    drawn: torch.Tensor = runtime.noise(instruction, shape, regions, alike, op, args, kwargs, dtype)
+    return drawn
+
+
 def attend(runtime: Any, op: Any, args: tuple[Any, ...]) -> Any:
     """An attention with dropout, or its gradient, by the fused kernel of this rank; by ``op``, whose mask does not
     depend on who computes it, where ranks are compared with a single device."""

@@ -46,7 +46,8 @@ def lower_plan(
         return run_passes(emitter, observer, compiled=compiled)
     steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
     layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
-    return run_passes(TurnEmitter(steps, layout, emitter, plan.step_plan.turns(rank)), observer)
+    turns = TurnEmitter(steps, layout, emitter, plan.step_plan.turns(rank))
+    return run_passes(turns, observer, compiled=compiled)
 
 
 def lower_place(

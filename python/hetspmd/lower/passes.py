@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from torch import fx
 
 from hetspmd.lower import fuse
+from hetspmd.lower.draws import write_noise
 from hetspmd.lower.emit import drop_unread
 from hetspmd.lower.local_program import LocalGraphs, LocalProgram
 from hetspmd.lower.reuse import mark_spare
@@ -126,6 +127,12 @@ PASSES: Final[tuple[Pass, ...]] = (
         compiled=False,
     ),
     Pass(
+        "noise",
+        "draws noise by calls, of which ops that are compiled make what random ops return",
+        Rewrite(write_noise),
+        compiled=True,
+    ),
+    Pass(
         "saves",
         "saves what is least to hold where elementwise ops are compiled, which compute the rest again",
         OfAStep(save_least),
@@ -162,8 +169,8 @@ def run_passes(emitter: Emitter, observer: Observer | None = None, *, compiled: 
 
 
 def rewrite(graphs: Iterable[fx.Graph]) -> None:
-    """Let all passes but the first one rewrite graphs, in place."""
+    """Let all passes but the first one rewrite graphs that are not compiled, in place."""
     for graph in graphs:
         for each in PASSES:
-            if isinstance(each.run, Rewrite):
+            if isinstance(each.run, Rewrite) and not each.compiled:
                 each.run.rewrite(graph)

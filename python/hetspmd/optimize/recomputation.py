@@ -27,7 +27,7 @@ from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import MicroBatches, samples
 from hetspmd.rules.theory import Theory, derive
-from hetspmd.trace.blocks import SELECTIVE, outermost
+from hetspmd.trace.blocks import SELECTIVE, outermost, with_regions
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.recompute import Block, recomputed
 from hetspmd.trace.recompute_savings import copying_instructions, saved_bytes
@@ -95,7 +95,7 @@ class _Fitting:
 
     def _step(self, blocks: int, number: int) -> tuple[Theory, MicroBatches | None]:
         if blocks not in self._theories:
-            graph = recomputed(self.theory.graph, outermost(self.blocks[:blocks]))
+            graph = recomputed(self.theory.graph, with_regions(self.blocks[:blocks]))
             self._theories[blocks] = derive(graph, quiet=True)
         return in_micro_batches(self._theories[blocks], number)
 
@@ -142,9 +142,11 @@ class _Fitting:
 
 def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Block]:
     """The candidates that save bytes, those with the fewest seconds for each byte first. ``blocks`` has whole ones
-    and, by the same name and :data:`SELECTIVE`, their cheap parts."""
+    and, by the same name and :data:`SELECTIVE`, their cheap parts. Regions inside of others come last: they save
+    nothing that the forward holds for the backward, only what the backward holds of the others."""
     parts = [block for block in blocks if block.name.endswith(SELECTIVE)]
-    whole = [block for block in blocks if not block.name.endswith(SELECTIVE)]
+    every = [block for block in blocks if not block.name.endswith(SELECTIVE)]
+    whole = outermost(every)
     worth = _worth(graph, parts, cluster)
     prices = {name: seconds / nbytes for name, (seconds, nbytes) in worth.items() if nbytes > 0}
     for name, (seconds, nbytes) in _worth(graph, whole, cluster).items():
@@ -152,7 +154,8 @@ def _ranked(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> list[Blo
         if nbytes > max(fewer, 0):
             prices[name] = max(seconds - less, 0.0) / (nbytes - max(fewer, 0))
     candidates = [block for block in (*parts, *whole) if block.name in prices]
-    return sorted(candidates, key=lambda block: float(f"{prices[block.name]:.2g}"))
+    inside = [block for block in every if block not in whole]
+    return [*sorted(candidates, key=lambda block: float(f"{prices[block.name]:.2g}")), *inside]
 
 
 def _worth(graph: Graph, blocks: Sequence[Block], cluster: Cluster) -> dict[str, tuple[float, int]]:

@@ -1,8 +1,9 @@
 """``HAP(..., compile=True)``: what lies between two communications of a local graph goes through ``torch.compile``.
 
-A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, with the copies that make their operands lie as the
-kernels read them, and ``torch.compile`` sees it whole; collectives, random numbers and other calls that are no ATen
-ops stay between.
+A stretch (:mod:`hetspmd.run.stretches`) is of ATen ops here, with the copies that make their operands lie as
+the kernels read them, and ``torch.compile`` sees it whole; collectives and other calls that are no ATen ops
+stay between. Random numbers are drawn before the stretch that reads them (:mod:`hetspmd.lower.draws`), in the
+order in which the graph draws them. So they are given to what is compiled, and nothing of it depends on them.
 
 Stretches compile when they first run. That may take longer than other ranks wait, so they are told
 (:meth:`~hetspmd.dist.communicator.Communicator.busy`).
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from hetspmd.dist.random import may_draw
 from hetspmd.errors import ExampleError, OptionError
+from hetspmd.lower import calls
 from hetspmd.lower.emit import take_saved
 from hetspmd.rules.kernels import lies_as_compiled
 from hetspmd.run.stretches import FREE, TAKEN, Taken, cut
@@ -31,6 +33,7 @@ Call = Callable[[list[Any]], Any]
 """Computes a stretch: it is given its inputs as a list, which it may empty, and returns its outputs."""
 Made = dict[tuple[object, ...], tuple[Call, bool]]
 """What was compiled, by what it computes, of which values, and whether it must be given values that lie so."""
+_DRAWING = (calls.noise, calls.draw)
 _STRIDE, _DTYPE = torch.Tensor.stride, torch.Tensor.dtype.__get__  # type: ignore[attr-defined]  # a getset descriptor of C
 
 
@@ -73,7 +76,7 @@ def in_stretches(
         _compiles,
         lambda stretch: _Stretch(stretch, options, busy, shared),
         begins=begins,
-        reads=reads,
+        reads=lambda node: node.target in _DRAWING or reads(node),
         takes=True,
     )
 

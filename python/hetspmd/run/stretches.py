@@ -46,8 +46,8 @@ def cut(
     """A copy of a local graph, of a class called ``name``, whose stretches are what ``make`` makes of them.
 
     What a call with several results gives (:func:`~hetspmd.lower.emit.item`) is of the stretch that has the call.
-    ``begins``: whether another stretch begins with a call. ``reads``: whether a call only reads what the graph was
-    given; it stands before the stretch that needs it, as that of :func:`~hetspmd.lower.emit.take_saved` does.
+    ``begins``: whether another stretch begins with a call. ``reads``: whether a call may stand before the stretch
+    that needs it, as that of :func:`~hetspmd.lower.emit.take_saved` does, if it reads nothing of the stretch.
     ``takes``: what stands for a stretch takes those saved tensors that only the stretch reads: it is given their
     list first, and then its other inputs. The inputs that it takes are the first of its graph (:data:`TAKEN`).
     """
@@ -79,7 +79,7 @@ class _Cut:
                 if node.args[0] in self._stretch:
                     self._stretch[node] = None
                     continue
-            elif node.target is take_saved or self._reads(node):
+            elif node.target is take_saved or self._stands_before(node):
                 pass
             elif self._taken(node):
                 if self._begins(node):
@@ -93,6 +93,10 @@ class _Cut:
             self._copy(node)
         self._graph.lint()
         return fx.GraphModule(self._attributes, self._graph, self._name)
+
+    def _stands_before(self, node: fx.Node) -> bool:
+        """Whether a call only reads what there is before the stretch that is being read."""
+        return self._reads(node) and self._stretch.keys().isdisjoint(node.all_input_nodes)
 
     def _copy(self, node: fx.Node) -> None:
         self._values[node] = self._graph.node_copy(node, self._values.__getitem__)

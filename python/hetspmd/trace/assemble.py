@@ -76,9 +76,9 @@ class Naming:
 def assemble(
     draft: Draft, inputs: Sequence[InputRole], outputs: Sequence[OutputRole], naming: Naming
 ) -> tuple[Graph, dict[int, frozenset[int]]]:
-    """Number the draft; the ids of the tensors that each region of torch.utils.checkpoint makes come with it, by
-    the
-    region's number. Raises TraceError for roles that cannot be kept (a mutated input, for example)."""
+    """Number the draft. With it come the ids of the tensors that each region of torch.utils.checkpoint makes, by
+    its number, without those of regions in it. Raises TraceError for roles that cannot be kept (a mutated
+    input)."""
     assembler = _Assembler(draft, inputs, outputs, naming)
     return assembler.run(), assembler.regions()
 
@@ -146,7 +146,7 @@ class _Assembler:
         )  # fmt: skip
 
     def regions(self) -> dict[int, frozenset[int]]:
-        """The tensors of each region, by its number."""
+        """The tensors of each region, by its number, without those of regions in it."""
         regions: dict[int, set[int]] = {}
         for instruction in self.draft.instructions:
             if instruction.region is not None:

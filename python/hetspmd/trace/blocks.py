@@ -1,7 +1,8 @@
 """Which parts of a model are blocks, whose activations may be computed again.
 
 A block is a module, by its path, or a region of ``torch.utils.checkpoint``, ``checkpoint 0`` being the first that
-the forward meets. What ``recompute=`` may ask for:
+the forward meets. A region inside of another block stays one of its own, which is computed again in that block's
+run and in its own (:mod:`hetspmd.trace.recompute`). What ``recompute=`` may ask for:
 
 - ``"checkpoints"``: the model's own regions (the default);
 - ``"none"``: nothing;
@@ -89,8 +90,8 @@ def chooser(recompute: Recompute) -> Chooser:
         if asked == CHECKPOINTS:
             return regions
         if asked == "selective":
-            return outermost([*regions, *selective(graph, regions)])
-        return outermost([*regions, *(repeating(graph) if asked == "all" else matching(graph, asked))])
+            return with_regions([*regions, *selective(graph, regions)])
+        return with_regions([*regions, *(repeating(graph) if asked == "all" else matching(graph, asked))])
 
     return choose
 
@@ -119,6 +120,16 @@ def outermost(blocks: Sequence[Block]) -> list[Block]:
         if not any(block.tensors <= other.tensors for other in kept):
             kept.append(block)
     return [block for block in blocks if any(block is other for other in kept)]
+
+
+def with_regions(blocks: Sequence[Block]) -> list[Block]:
+    """Those of :func:`outermost`, and the model's own regions that lie inside of them."""
+    outer = outermost(blocks)
+    kept = {id(block) for block in outer}
+    for block in blocks:
+        if is_own_region(block.name) and any(block.tensors < other.tensors for other in outer):
+            kept.add(id(block))
+    return [block for block in blocks if id(block) in kept]
 
 
 def matching(graph: Graph, globs: Sequence[str]) -> list[Block]:
@@ -161,13 +172,16 @@ def repeating(graph: Graph) -> list[Block]:
 
 
 def selective(graph: Graph, regions: Sequence[Block]) -> list[Block]:
-    """Of the regions and of repeating modules, and of what lies in none of them, what is cheap to compute again."""
+    """Of the regions and of repeating modules, and of what lies in none of them, what is cheap to compute again. Of
+    a module it is what lies in no region inside of it."""
     blocks = outermost([*regions, *repeating(graph)])
+    own = frozenset[int]().union(*(region.tensors for region in regions))
     inside = frozenset[int]().union(*(block.tensors for block in blocks))
     forward = (i for i in graph.instructions if i.phase == "forward" and not i.is_source)
     rest = frozenset(t for i in forward for t in i.outputs if t >= 0) - inside
     dear = _dear(graph)
-    every = (*((b.name, b.tensors) for b in blocks), (_REST, rest))
+    of_blocks = ((b.name, b.tensors if is_own_region(b.name) else b.tensors - own) for b in blocks)
+    every = (*of_blocks, (_REST, rest))
     return [Block(name + SELECTIVE, tensors, tensors & dear) for name, tensors in every if tensors]
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hetspmd.errors import (
-    CheckpointWarning,
     DeviceError,
     DroppedOutputWarning,
     ExampleError,
@@ -170,7 +169,7 @@ def _traced(
     _warn(step, watch)
     states += watch.states
     graph = replace(graph, autocast=autocast_state(place.type))
-    return graph, [Block(region_name(number), tensors) for number, tensors in made.items()]
+    return graph, [Block(region_name(n), tensors) for n, tensors in step.checkpoints.whole(made).items()]
 
 
 @contextmanager
@@ -252,14 +251,6 @@ def _batch(
 
 def _warn(step: Step, watch: HostWatch) -> None:
     """Say what the graph does not do as the model does."""
-    if step.checkpoints.nested:
-        warnings.warn(
-            f"{step.checkpoints.nested} regions of torch.utils.checkpoint lie inside of others (the first at "
-            f"{step.checkpoints.line}): they are computed again with these, once, and what they compute is "
-            "held until the backward has passed them. Results are equal, in more memory than one device needs",
-            CheckpointWarning,
-            stacklevel=4,
-        )
     watch.asked.warn()
     watch.untrained.check()
     watch.untrained.warn()
