@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from emulated.memory import LiveBytes
 from hetspmd.cluster.cluster import Cluster
@@ -79,15 +80,16 @@ def plan_of(name: str, kind: str, speeds: tuple[float, ...]) -> Plan:
 
 
 class Prompt:
-    """A primitive that is complete whenever somebody looks."""
+    """A primitive that is complete whenever somebody looks; it holds what it sends until then."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, sent: object) -> None:
         self._work: Work | None = work
+        self._sent = sent
 
     def wait(self) -> object:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._sent = None
         return None
 
     def is_completed(self) -> bool:
@@ -96,7 +98,10 @@ class Prompt:
 
 
 class Quiet(SimulatedCommunicator):
-    """What a network would compute is not counted on the rank that computes it here."""
+    """What a network would compute is not counted on the rank that computes it here, nor what a rank has sent while
+    others have not come to take it."""
+
+    work: type[Prompt] = Prompt
 
     def _issue(
         self, kind: tuple[Any, ...], output: Any, value: Any, combine: Callable[[list[Any]], list[Any]]
@@ -105,7 +110,9 @@ class Quiet(SimulatedCommunicator):
             with _disable_current_modes():
                 return combine(parts)
 
-        return Prompt(super()._issue(kind, output, value, uncounted))
+        with _disable_current_modes():
+            apart = tree_map_only(torch.Tensor, torch.Tensor.clone, value)
+        return self.work(super()._issue(kind, output, apart, uncounted), value)
 
 
 def counted(name: str, plan: Plan) -> list[int]:

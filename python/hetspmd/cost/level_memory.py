@@ -88,7 +88,6 @@ def _liveness(layout: LevelLayout, nested: Nested) -> Liveness:
     boundary, steps = len(nested.forward), len(nested.forward) + len(nested.backward)
     live = Liveness(theory, {key for key, copied in nested.saved if copied})
     lasting = list(nested.stored.items())
-    lasting += [(constant.tensor, REPLICATE) for constant in graph.constants]
     lasting += [] if graph.tangent is None else [(graph.tangent, REPLICATE)]
     for tensor, form in lasting:
         live.hold((tensor, form, REPLICATE), steps)

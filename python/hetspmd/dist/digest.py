@@ -4,8 +4,8 @@ The bytes are read as 64-bit words w_i, and
 
     digest = sum_i c_i (w_i + K (w_i >> 32))    mod 2^64
 
-with fixed pseudo-random odd coefficients, products of a few thousand (:func:`_sum_of_products`) so that a process
-keeps no more than 32 KiB of them. The second summand carries a word's upper bits, signs and exponents, down
+with fixed pseudo-random odd coefficients, products of a few hundred (:func:`_sum_of_products`) so that a process
+keeps few KiB of them. The second summand carries a word's upper bits, signs and exponents, down
 to where the multiplication spreads them, so that two contents which differ anywhere share a digest with a
 probability of about 2^-31. It compares bits: 0.0 and -0.0 differ, equal NaN are equal.
 
@@ -30,7 +30,7 @@ _RUN: Final = 128
 _RUNS: Final = 512
 _LINE: Final = 1 << 15
 """Words that are read at once: what is computed on the way takes a few times their 256 KiB."""
-_ROW: Final = 1 << 12
+_ROW: Final = 1 << 9
 """Coefficients that are kept; every so many words they are the same again, times one of those behind them."""
 _FOLD: Final = 0x2545_F491_4F6C_DD1D
 _STEP: Final = 0x5851_F42D_4C95_7F2D

@@ -299,10 +299,10 @@ class TurnsWriter:
     def _value(self, key: tuple[int, ...], turn: int) -> torch.Tensor:
         """What a turn has of a constant."""
         (constant,) = (c for c in self.graph.constants if c.tensor == key[0])
-        value = constant_value(self.graph, constant, self.device)
+        whole = value = constant_value(self.graph, constant, self.device)
         for region in self.layout.regions(key, RankPlace(turn, self.rank)):
             value = value.narrow(region.dim, region.start, region.extent)
-        return value
+        return whole if value is whole else value.clone()
 
 
 class _Sums:
