@@ -127,8 +127,8 @@ class Liveness:
 
     def follow(self, order: Iterable[tuple[Compute | Both | Transfer, bool, bool]], steps: int) -> None:
         """All of the ``steps`` in their order, each with whether it is of the backward and, if it is a collective,
-        whether it gives what it is given. What a source makes is there from the beginning to the end, and so is what
-        is read of a constant."""
+        whether it gives what it is given. What a source makes is there from the beginning to the end, and so is
+        what is read of a constant."""
         self._steps = steps
         told, graph, aliases = self._told, self.theory.graph, self._aliases
         sources, values, started, slices = graph.sources, self._values, self._started, self._slices

@@ -141,8 +141,8 @@ def held_in_turns(
     """Let the values of ``live`` be held where the loop runs several times; what is held beside them.
 
     ``spans``: the values that have a storage of their own, and of each value the step from which and the one
-    before which it is held; they are made longer or shorter here. ``loop``: as :func:`loop_of` says. ``values``: those that the loop makes; they are held in each micro-batch as long as they are in
-    one.
+    before which it is held; they are made longer or shorter here. ``loop``: as :func:`loop_of` says. ``values``:
+    those that the loop makes; they are held in each micro-batch as long as they are in one.
     """
     first, end = loop
     own, firsts, ends = spans
@@ -172,8 +172,10 @@ def held_in_turns(
 
 
 def loop_of(batches: MicroBatches, instructions: Sequence[int]) -> tuple[int, int] | None:
-    """The first step of the loop and the one behind its last; None where nothing is in it. ``instructions``: the one
-    that runs, or ran last, at each step."""
+    """The first step of the loop and the one behind its last; None where nothing is in it.
+
+    ``instructions``: the one that runs, or ran last, at each step.
+    """
     phases = batches.loop.phases
     loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
     return (loop[0], loop[-1] + 1) if loop else None

@@ -32,9 +32,10 @@ from typing import cast
 
 import numpy as np
 
-from hetspmd.cluster.collective_buffers import Carried, over_time
+from hetspmd.cluster.collective_buffers import Buffers, Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
-from hetspmd.cost.liveness import Liveness
+from hetspmd.cost.arrivals import awaited, due
+from hetspmd.cost.liveness import Liveness, Transit
 from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns, loop_of
 from hetspmd.cost.model import Array, Index
 from hetspmd.cost.turn_memory import EACH, InTurns, Turns, kinds_of
@@ -159,6 +160,7 @@ class Holdings:
             order = (*schedule.forward, *schedule.backward)
             if batches is not None:
                 order = loop_order(theory.graph, program, schedule, batches)
+        self._backward = len(schedule.forward) if executed and batches is None else 0
         self._moment = {place: at for at, places in enumerate(order) for place in places}
         instructions, live = self._followed(order)
         # Collectives, by id, that work in the memory of what they are given.
@@ -248,10 +250,10 @@ class Holdings:
             return self._on_one.at(lengths, buffers=buffers)
         completed = self._moments(completed)
         units, of = self._places.units(lengths)
-        held = (self._first, self._end, self._axis, self._amount, self._roles)
+        held = [self._first, self._end, self._axis, self._amount, self._roles]
         if buffers and self._transits and lengths.world > 1:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 5)
-            held = tuple(np.concatenate([one, more[:, c]]) for c, one in enumerate(held))
+            held = [np.concatenate([one, more[:, c]]) for c, one in enumerate(held)]
         first, end, axis, amount, roles = held
         local = units[axis] * (amount // of[axis])[:, None]
         segment = self._places.segments
@@ -287,27 +289,36 @@ class Holdings:
         )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
-        """What is said of steps of the program, of their places in the order. A collective of a loop that ends in
-        the next turn is on its way to the end of its own."""
+        """What is said of steps of the program, of their places in the order, as far as ranks see to it
+        (:mod:`hetspmd.cost.arrivals`). A collective of a loop that ends in the next turn is on its way to the end
+        of its own."""
         if completed is None:
             return None
         at = self._moment
         spans = ((at[s], at[until]) for s, until in completed.items() if s in at and until in at)
-        return {start: until for start, until in spans if self._batches is None or start < until}
+        ended = {start: until for start, until in spans if self._batches is None or start < until}
+        return due(self._transits, ended, self._backward)
 
-    def _buffers_at(
-        self, units: Index, of: Index, completed: Mapping[int, int] | None
-    ) -> Iterator[tuple[int, int, int, int, int]]:
-        """(first step, step behind the last, axis, bytes over all devices, what it is to a loop) of what collectives
-        hold for themselves.
+    def awaited(self, lengths: Lengths, completed: Mapping[int, int]) -> dict[FlatKey, tuple[FlatKey, ...]]:
+        """By what a collective makes, what those make that are to have completed before it starts, so that none
+        holds its buffers for longer than :meth:`at` counts them. ``completed``: as of :meth:`at`."""
+        units, of = self._places.units(lengths)
+        holding = [
+            transit for transit, _, _, buffers in self._carried(units, of) if any(map(any, buffers[:2]))
+        ]
+        return awaited(self._transits, self._moments(completed) or {}, holding)
+
+    def _carried(self, units: Index, of: Index) -> Iterator[tuple[Transit, int, tuple[int, int], Buffers]]:
+        """Collectives, what each is to a loop, the axes of what is sharded and of the result, and what they hold
+        for themselves.
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
-        n, blank = units.shape[1], self._places.whole
+        n = units.shape[1]
         whole, most = of.tolist(), units.max(axis=1).tolist()
         holders = np.count_nonzero(units, axis=1).tolist()
         for transit, role in self._transits:
-            start, step, wait, shared = transit.start, transit.step, transit.wait, transit.shared
+            step, shared = transit.step, transit.shared
             kind = KINDS[step.kind]
             if kind.buffers is None:
                 continue
@@ -330,8 +341,18 @@ class Holdings:
                 bucket=shared,
                 spare=id(step) in self._spare,
             )
-            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
-            for first, end, held in over_time(kind.buffers(carried), start, wait, until):
+            yield transit, role, (axis, target), kind.buffers(carried)
+
+    def _buffers_at(
+        self, units: Index, of: Index, until: Mapping[int, int] | None
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """(first step, step behind the last, axis, bytes over all devices, what it is to a loop) of what
+        collectives hold for themselves. ``until``: the step before which each has completed, by its start."""
+        blank = self._places.whole
+        for transit, role, (axis, target), buffers in self._carried(units, of):
+            start, wait = transit.start, transit.wait
+            ended = start + 1 if until is None else min(until.get(start, wait), wait)
+            for first, end, held in over_time(buffers, start, wait, ended):
                 for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
                     if nbytes:
                         yield first, end, place, nbytes, role

@@ -1,9 +1,9 @@
 """When values are held in the turns of a step in micro-batches, as it is executed.
 
-Turns hold different things. The first one makes the sums, and what is before the loop arrives in it. The last one
-gives each sum to what comes after the loop as soon as it has added to it. A turn between them holds all sums and all
-that is before the loop from its beginning to its end. A device that has one turn does what is before and after the
-loop in it, and holds each value from where it is made to where it is read.
+Turns hold different things. The first one makes the sums, and what is before the loop arrives in it. The last
+one gives each sum to what comes after the loop as soon as it has added to it. A turn between them holds all sums
+and all that is before the loop from its beginning to its end. A device that has one turn does what is before and
+after the loop in it, and holds each value from where it is made to where it is read.
 
 So a step is counted as one of each: moments of the first turn, with all that runs before the loop; of a turn
 between, where there is one; and of the last one, with all that runs after the loop.
@@ -165,7 +165,9 @@ class InTurns:
         """The step at which each sum that comes of a collective in the loop is waited for at the latest."""
         live = self.live
         sums = [
-            v for v in sorted(live.delivered) if live.sizes[v][0] in self._summed and live.sizes[v] in self.looped
+            v
+            for v in sorted(live.delivered)
+            if live.sizes[v][0] in self._summed and live.sizes[v] in self.looped
         ]
         ends = [live.born[v] for v in sums[ON_THEIR_WAY:]] + [self.loop[1] - 1] * ON_THEIR_WAY
         return {cast(FlatKey, live.sizes[v]): at for v, at in zip(sums, ends, strict=False)}
