@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class HeldValue:
     end: int
     joined: bool = False
 
+
+Turn: TypeAlias = Literal["only", "first", "between", "last"]
+"""The turns of a device that hold different things; ``only`` is that of a device which has one."""
 
 _KEPT: Final = 8
 """Loops, and divisions in turns, of which a theory keeps what was told."""
@@ -94,14 +97,17 @@ class AxisPlaces:
         part = -(-nbytes * self._largest[of_time.id] // max(of_time.units, 1))
         return self._in_turn.get(axis, axis), part
 
-    def units(self, lengths: Lengths) -> tuple[Index, Index]:
-        """``(units, of)``: device j holds ``units[a, j]`` of ``of[a]`` units of axis a."""
+    def units(self, lengths: Lengths, turn: Turn = "only") -> tuple[Index, Index]:
+        """``(units, of)``: device j holds ``units[a, j]`` of ``of[a]`` units of axis a, in the first of its turns,
+        in the last, in any between them or in any at all."""
         rows = [*lengths.units, (1,) * lengths.world]
         of = [*(max(axis.units, 1) for axis in self.theory.axes.axes), 1]
         for axis in self._in_turn:
             assert self.batches is not None
             table = self.batches.table(axis, lengths.units[axis])
-            rows.append(tuple(map(max, zip(*table, strict=True))))
+            counts = self.batches.turns_of(lengths.world)
+            columns = zip(zip(*table, strict=True), counts, strict=True)
+            rows.append(tuple(max(_of_turn(column[:n], turn), default=0) for column, n in columns))
             of.append(max(self._largest[axis], 1))
         return np.array(rows, dtype=np.int64).reshape(-1, lengths.world), np.array(of, dtype=np.int64)
 
@@ -118,6 +124,12 @@ class AxisPlaces:
         if self.batches is None:
             return (1.0,) * world
         return tuple(self.batches.count / own for own in self.batches.turns_of(world))
+
+
+def _of_turn(units: Sequence[int], turn: Turn) -> Sequence[int]:
+    """Of the units that a device has in each of its turns, those of some of these."""
+    ends: dict[Turn, slice] = {"first": slice(1), "between": slice(1, -1), "last": slice(-1, None)}
+    return units[ends[turn]] if turn in ends else units
 
 
 def axis_of(theory: Theory, tensor: int, form: Placement) -> int:

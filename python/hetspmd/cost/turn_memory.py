@@ -15,18 +15,16 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, Literal, TypeAlias, cast
+from typing import Final, cast
 
 import numpy as np
 
 from hetspmd.cost.liveness import Liveness, Transit
-from hetspmd.cost.loop_memory import HeldValue, made_before
+from hetspmd.cost.loop_memory import HeldValue, Turn, made_before
 from hetspmd.cost.model import Index
 from hetspmd.placement import PARTIAL
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.micro_batches import MicroBatches
-
-Turn: TypeAlias = Literal["only", "first", "between", "last"]
 
 EACH, GIVEN, SUM, ARRIVING, AFTER = range(5)
 """What a value is to the loop: held alike in each turn; made before the loop and read in it; summed over it; on its
