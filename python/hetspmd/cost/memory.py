@@ -16,8 +16,8 @@ all-reduce, or a reduce-scatter of equal shards along dim 0 (:mod:`hetspmd.lower
 copy that is summed, are then one.
 
 On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
-with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version,
-which torch prefers on GPUs, those of all parameters at once).
+with two temporaries of its size, and one that is left of the parameter before (AdamW's loop in torch; its fused
+version needs none, its ``foreach`` version, which torch prefers on GPUs, those of all parameters at once).
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
 both parts, so that the largest share that fits is known too (at the same number of its turns).
@@ -52,7 +52,8 @@ OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 
 TEMPORARIES = 2
-"""Tensors of a parameter's size that the optimizer needs while it updates it."""
+"""Tensors of a parameter's size that the optimizer needs while it updates it, beside one of the size of the
+parameter before, which its loop lets go of when it has another."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class Holdings:
         """What is held from which moment to which. Behind the steps stand the optimizer's: what it keeps, and a
         moment for each parameter with its temporaries."""
         graph, steps = self.theory.graph, len(instructions)
-        updates = live.optimized if optimizer_bytes else []
+        order = {p.tensor: place for place, p in enumerate(graph.parameters)}
+        updates = sorted(live.optimized, key=lambda key: order[key[0]]) if optimizer_bytes else []
         moments = steps + 1 + len(updates)
         after = [instructions[-1] if instructions else 0] * (moments - steps)
         own = [v for v, storage in enumerate(live.storage) if storage == v]
@@ -231,6 +233,8 @@ class Holdings:
             held.append((axis, graph.tensors[tensor].numel * optimizer_bytes, 0, moments))
         for at, (axis, (tensor, _)) in enumerate(zip(axes, updates, strict=True), steps + 1):
             held.append((axis, graph.tensors[tensor].nbytes * TEMPORARIES, at, at + 1))
+            if at + 1 < moments:
+                held.append((axis, graph.tensors[tensor].nbytes, at + 1, at + 2))
         columns = [*zip(*held, strict=True)] or [()] * 4
         told = ([a for a, _ in of], [n for _, n in of], [first[v] for v in own], [end[v] for v in own])
         self._axis, self._amount, self._first, self._end = (
