@@ -1,9 +1,9 @@
 """What each rank is counted to hold in a step, all ranks in one process, on links that are told when to be done.
 
 The counter is that of the benches, the step that of the trust bench: forward, backward, AdamW. Buffers of a
-collective are let go of once it is found to be complete. On a prompt link it is whenever a rank looks; on a late one
-not until a rank waits for it, so that buffers are held for as long as the program allows. Neither depends on how the
-ranks' threads happen to run.
+collective are let go of once it is found to be complete. On a prompt link it is whenever a rank looks; on a late
+one not until a rank waits for it, so that buffers are held for as long as the program allows. Neither depends on
+how the ranks' threads happen to run.
 """
 
 from __future__ import annotations
