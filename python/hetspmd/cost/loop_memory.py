@@ -97,17 +97,14 @@ class AxisPlaces:
         part = -(-nbytes * self._largest[of_time.id] // max(of_time.units, 1))
         return self._in_turn.get(axis, axis), part
 
-    def units(self, lengths: Lengths, turn: Turn = "only") -> tuple[Index, Index]:
-        """``(units, of)``: device j holds ``units[a, j]`` of ``of[a]`` units of axis a, in the first of its turns,
-        in the last, in any between them or in any at all."""
+    def units(self, lengths: Lengths) -> tuple[Index, Index]:
+        """``(units, of)``: device j holds ``units[a, j]`` of ``of[a]`` units of axis a."""
         rows = [*lengths.units, (1,) * lengths.world]
         of = [*(max(axis.units, 1) for axis in self.theory.axes.axes), 1]
         for axis in self._in_turn:
             assert self.batches is not None
             table = self.batches.table(axis, lengths.units[axis])
-            counts = self.batches.turns_of(lengths.world)
-            columns = zip(zip(*table, strict=True), counts, strict=True)
-            rows.append(tuple(max(_of_turn(column[:n], turn), default=0) for column, n in columns))
+            rows.append(tuple(map(max, zip(*table, strict=True))))
             of.append(max(self._largest[axis], 1))
         return np.array(rows, dtype=np.int64).reshape(-1, lengths.world), np.array(of, dtype=np.int64)
 
@@ -124,12 +121,6 @@ class AxisPlaces:
         if self.batches is None:
             return (1.0,) * world
         return tuple(self.batches.count / own for own in self.batches.turns_of(world))
-
-
-def _of_turn(units: Sequence[int], turn: Turn) -> Sequence[int]:
-    """Of the units that a device has in each of its turns, those of some of these."""
-    ends: dict[Turn, slice] = {"first": slice(1), "between": slice(1, -1), "last": slice(-1, None)}
-    return units[ends[turn]] if turn in ends else units
 
 
 def axis_of(theory: Theory, tensor: int, form: Placement) -> int:

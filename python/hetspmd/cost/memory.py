@@ -259,13 +259,12 @@ class Holdings:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 5)
             held = [np.concatenate([one, more[:, c]]) for c, one in enumerate(held)]
         first, end, axis, amount, roles = held
-        each_unit = (amount // of[axis])[:, None]
-        local = [self._places.units(lengths, turn)[0][axis] * each_unit for turn in self._turns.kinds]
+        local = units[axis] * (amount // of[axis])[:, None]
         segment = self._places.segments
         segments = self.theory.axes.segments
         parts = np.zeros((len(amount), 2 * segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
-        over = self._over_time(first, end, roles, [parts] * len(local))
+        over = self._over_time(first, end, roles, parts)
         each = self._over_time(first, end, roles, local)
         apart = None if self._batches is None else self._turns.apart(self._batches.turns_of(lengths.world))
         if apart is not None:
@@ -362,12 +361,11 @@ class Holdings:
                     if nbytes:
                         yield first, end, place, nbytes, role
 
-    def _over_time(self, first: Index, end: Index, roles: Index, held: Sequence[Index]) -> Index:
-        """What is held at each moment of each turn, of what is held in each of them."""
+    def _over_time(self, first: Index, end: Index, roles: Index, held: Index) -> Index:
         moments = len(self.instruction)
-        change = np.zeros((moments + 1, *held[0].shape[1:]), dtype=np.int64)
-        for (begins, ends), of_turn in zip(self._turns.held(first, end, roles), held, strict=True):
-            np.add.at(change, begins, of_turn)
-            np.subtract.at(change, ends, of_turn)
+        change = np.zeros((moments + 1, *held.shape[1:]), dtype=np.int64)
+        for begins, ends in self._turns.held(first, end, roles):
+            np.add.at(change, begins, held)
+            np.subtract.at(change, ends, held)
         totals: Index = change.cumsum(axis=0)[:moments]
         return totals
