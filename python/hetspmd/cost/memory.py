@@ -264,8 +264,8 @@ class Holdings:
         segments = self.theory.axes.segments
         parts = np.zeros((len(amount), 2 * segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
-        over = self._over_time(first, end, roles, parts)
-        each = self._over_time(first, end, roles, local)
+        over = self._over_time(first, end, roles, np.concatenate([local, parts], axis=1))
+        each, over = over[:, : lengths.world], over[:, lengths.world :]
         apart = None if self._batches is None else self._turns.apart(self._batches.turns_of(lengths.world))
         if apart is not None:
             each[apart] = 0
