@@ -39,7 +39,7 @@ KINDS = {
 }  # fmt: skip
 QUICK = (
     ("GPT-2", "2:1", "ZeRO", 3, "all"), ("BERT", "8:1:1:1", "ZeRO", 1, "all"),
-    ("Llama", "2:1", "tensor parallel", 1, "none"), ("BERT-MoE", "2:1", "data parallel", 3, "none"),
+    ("Llama", "2:1", "tensor parallel", 1, "none"),
 )  # fmt: skip
 
 
