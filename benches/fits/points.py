@@ -30,10 +30,10 @@ COMPILED = versus.COMPILED
 
 LARGE, SMALL = 0.5, 0.25
 
-OWN = 1 << 20
-"""Bytes of each device that plans are not given. A process of hetspmd holds half of them whatever its plan is:
-coefficients of the digests by which ranks compare what they have (:mod:`hetspmd.dist.digest`), which no prediction
-counts. They are counted here like all else."""
+OWN = 1 << 14
+"""Bytes of each device that plans are not given. A process of hetspmd holds them whatever its plan is: coefficients
+of the digests by which ranks compare what they have (:mod:`hetspmd.dist.digest`) and results of checks, which no
+prediction counts. They are counted here like all else."""
 
 FINAL = 2
 """The settings of FSDP2 that take turns with hetspmd: the fastest of a first turn of all that fit."""

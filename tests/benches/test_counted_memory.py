@@ -1,26 +1,23 @@
 """The predicted peak memory against the bytes that each rank is counted to hold, all ranks in one process.
 
-The counter is that of the benches, the step that of the trust bench: forward, backward, AdamW. Buffers of a
-collective are let go of once it is found to be complete; here it is complete whenever a rank looks, as on a fast
-network and as the prediction has it, so that the count does not depend on how the ranks' threads happen to run.
+Links are prompt ones of :mod:`counted_ranks`: :mod:`test_trusted_memory` has late ones.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from counted_ranks import counted_bytes
 
 from emulated.memory import LiveBytes
 from hetspmd.cluster.cluster import Cluster
-from hetspmd.dist.communicator import Communicator, Work
-from hetspmd.dist.simulated_world import SimulatedCommunicator, run_ranks
+from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import active_ranks
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
@@ -78,57 +75,9 @@ def plan_of(name: str, kind: str, speeds: tuple[float, ...]) -> Plan:
     return plan_for(theory_of(name), devices, KINDS[kind](theory_of(name)), shares)
 
 
-class Prompt:
-    """A primitive that is complete whenever somebody looks."""
-
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
-
-    def wait(self) -> object:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return None
-
-    def is_completed(self) -> bool:
-        self.wait()
-        return True
-
-
-class Quiet(SimulatedCommunicator):
-    """What a network would compute is not counted on the rank that computes it here."""
-
-    def _issue(
-        self, kind: tuple[Any, ...], output: Any, value: Any, combine: Callable[[list[Any]], list[Any]]
-    ) -> Work:  # fmt: skip
-        def uncounted(parts: list[Any]) -> list[Any]:
-            with _disable_current_modes():
-                return combine(parts)
-
-        return Prompt(super()._issue(kind, output, value, uncounted))
-
-
 def counted(name: str, plan: Plan) -> list[int]:
-    """The most bytes that each rank holds in the second of two steps."""
-    model, inputs = built(name)
-    models = [copy.deepcopy(model) for _ in active_ranks(plan)]
-    _ = plan.theory, plan.digest
-
-    def body(communicator: Communicator) -> int:
-        assert isinstance(communicator, SimulatedCommunicator)
-        own = Quiet(communicator.meeting, communicator.rank)
-        batch = {k: v.clone() for k, v in inputs.items()}
-        with LiveBytes() as counter:
-            hap = HAP(models[own.rank], plan.cluster, plan=plan, process_group=own, sync_module_states=False)
-            optimizer = torch.optim.AdamW(hap.parameters(), lr=1e-4)
-            for _ in range(2):
-                counter.reset_peak()
-                optimizer.zero_grad()
-                torch.autograd.backward(hap(**batch))
-                optimizer.step()
-        return counter.peak
-
-    return run_ranks(len(active_ranks(plan)), body)
+    """The most bytes that each rank holds, on prompt links."""
+    return counted_bytes(plan, built(name))
 
 
 def check(name: str, kind: str, speeds: tuple[float, ...]) -> None:

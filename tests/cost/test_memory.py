@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -141,9 +142,17 @@ def test_frozen_parameters_have_no_moments() -> None:
 
 
 def replay(
-    theory: Theory, chosen: Program, lengths: Lengths, rank: int, completed: dict[int, int] | None
+    theory: Theory,
+    chosen: Program,
+    lengths: Lengths,
+    rank: int,
+    completed: dict[int, int] | None,
+    boundary: int = 0,
 ) -> list[int]:
-    """What one device holds at each step, by looking ahead from every step for readers. Slow and plain."""
+    """What one device holds at each step, by looking ahead from every step for readers. Slow and plain.
+
+    ``boundary``: the first step of the backward, where that is a graph of its own.
+    """
     graph = theory.graph
 
     def local(tensor: int, form: int, itemsize: int | None = None) -> int:
@@ -160,7 +169,7 @@ def replay(
     buffers: list[tuple[int, int, int, bool]] = []  # tensor, form, step, lasting
     reads: list[tuple[int, int]] = []  # (buffer, step)
     trained = {p.tensor for p in graph.parameters if p.gradient is not None}
-    always, updates = 0, []
+    always, updates = 0, dict[int, int]()
     schedule = make_schedule(theory, chosen)
     behind = {id(step) for step in schedule.steps(chosen).backward}
     copied = [saved.key for saved in schedule.saved if saved.how == "slice"]
@@ -203,7 +212,7 @@ def replay(
                 buffers.append((*key, 0 if source else at, source))
             if source and key[0] in trained:
                 always += local(*key, OPTIMIZER_BYTES)
-                updates.append(2 * local(*key))
+                updates[key[0]] = local(*key)
     left = [*chosen.gradients, *chosen.outputs, *chosen.buffers] + ([chosen.loss] if chosen.loss else [])
     reads += [(value.get((r.tensor, r.form), value.get((r.tensor, REPLICATE), -1)), end) for r in left]
     for r in left:
@@ -228,7 +237,13 @@ def replay(
         own = 0
         for key, (start, step) in carried.items():
             wait = first_read.get(key, end)
-            done = start + 1 if completed is None else min(completed.get(start, wait), wait)
+            done = start + 1 if completed is None else wait
+            if completed is not None and start in completed:
+                # The next collective of the same graph to start waits for what should have completed.
+                others = [
+                    s for s, _ in carried.values() if s > start and (s < boundary) == (start < boundary)
+                ]
+                done = min([wait, *(s for s in others if s >= completed[start])])
             flight, ready, early = workspace(theory, step, lengths, rank)
             if start == at or start <= at < done:
                 own += flight
@@ -245,7 +260,8 @@ def replay(
             if at == max(start, (done if early else wait) - 1):
                 own += ready
         totals.append(always + sum(alive) + own)
-    return totals + [totals[-1] + more for more in updates]
+    sizes = [updates[p.tensor] for p in graph.parameters if p.tensor in updates]
+    return totals + [totals[-1] + 2 * own + before for before, own in pairwise([0, *sizes])]
 
 
 def workspace(theory: Theory, step: Communicate, lengths: Lengths, rank: int) -> tuple[int, int, bool]:
@@ -309,7 +325,8 @@ def test_random_programs_against_a_replay(seed: int) -> None:
         if completed is not None:
             there = {place[a]: place[b] for a, b in completed.items() if a in place and b in place}
         for rank in range(world):
-            assert executed.held[:, rank].tolist() == replay(theory, run, lengths, rank, there)
+            held = replay(theory, run, lengths, rank, there, len(order.forward))
+            assert executed.held[:, rank].tolist() == held
         profile = holdings_of(theory, chosen).at(lengths, completed)
         for rank in range(world):
             assert profile.held[:, rank].tolist() == replay(theory, chosen, lengths, rank, completed)

@@ -93,7 +93,9 @@ def test_step_cost_is_the_sum_over_stages(seed: int, weights: list[float]) -> No
 
 
 def test_memory_by_hand() -> None:
-    """Parameters u, v and Adam's two moments, inputs x and g, and at the peak: a, loss, gv, ga, gh."""
+    """Parameters u, v and Adam's two moments, inputs x and g, and at the peak: a, loss, gv, ga, gh; or, with a
+    small share, the loss, both gradients, and three temporaries of the update of v, one of them left of that of u.
+    """
     theory = mlp(batch=32, width=8, hidden=16)
     dp = data_parallel(theory)
     lengths = lengths_for(theory.axes, (0.25, 0.75))
@@ -102,7 +104,7 @@ def test_memory_by_hand() -> None:
     inputs = 2 * 32 * 8 * 4
     hidden = 32 * 16 * 4  # bytes of a, ga and gh together with their batch whole
     gradient = 8 * 16 * 4
-    at_gh = [3 * hidden * s + 4 + gradient for s in (0.25, 0.75)]
+    at_gh = [max(3 * hidden * s + 4 + gradient, 4 + 5 * gradient) for s in (0.25, 0.75)]
     found = memory_profile(theory, dp, lengths).peaks
     assert found == tuple(int(weights + optimizer + inputs + p) for p in at_gh)
     assert memory_profile(theory, dp, lengths, optimizer_bytes=4).peaks[0] == found[0] - optimizer // 2

@@ -184,7 +184,7 @@ def test_a_level_that_is_asked_for_is_no_slower_than_as_a_baseline(level: int, c
 def test_a_level_that_is_asked_for_is_no_slower_with_more_memory() -> None:
     """Its gathers start as far ahead as is best, however its parameters are stored."""
     enough = hetspmd.compile(Net(), batch(), devices(), zero=3, micro_batches=4).cost
-    less = devices(0.995 * max(enough.memory_bytes))
+    less = devices(0.997 * max(enough.memory_bytes))
     short = hetspmd.compile(Net(), batch(), less, zero=3, micro_batches=4).cost
     assert enough.step_seconds <= short.step_seconds * 1.0001
 

@@ -76,8 +76,13 @@ def inside_bytes(
     most = over.max(axis=0)
     if not optimizer_bytes:
         return tuple(int(b) for b in most)
-    trained = [(np.array(local(key)), ITEM_SIZES[graph.tensors[key[0]].dtype]) for key in live.optimized]
-    updating = [over[steps] + nbytes * TEMPORARIES for nbytes, _ in trained]
+    place = {p.tensor: at for at, p in enumerate(graph.parameters)}
+    updates = sorted(live.optimized, key=lambda key: place[key[0]])
+    trained = [(np.array(local(key)), ITEM_SIZES[graph.tensors[key[0]].dtype]) for key in updates]
+    before = [np.zeros_like(most), *(nbytes for nbytes, _ in trained)]
+    updating = [
+        over[steps] + nbytes * TEMPORARIES + b for (nbytes, _), b in zip(trained, before, strict=False)
+    ]
     state = sum((nbytes // size * optimizer_bytes for nbytes, size in trained), np.zeros_like(most))
     return tuple(int(b) for b in np.max([most, *updating], axis=0) + state)
 
@@ -88,7 +93,6 @@ def _liveness(layout: LevelLayout, nested: Nested) -> Liveness:
     boundary, steps = len(nested.forward), len(nested.forward) + len(nested.backward)
     live = Liveness(theory, {key for key, copied in nested.saved if copied})
     lasting = list(nested.stored.items())
-    lasting += [(constant.tensor, REPLICATE) for constant in graph.constants]
     lasting += [] if graph.tangent is None else [(graph.tangent, REPLICATE)]
     for tensor, form in lasting:
         live.hold((tensor, form, REPLICATE), steps)

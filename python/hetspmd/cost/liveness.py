@@ -98,6 +98,8 @@ class Liveness:
         self._started: dict[int, tuple[int, Move, bool]] = {}  # value -> where its collective starts
         self._ready: dict[int, int] = {}  # value -> where its collective is waited for
         self._trained = {p.tensor for p in theory.graph.parameters if p.gradient is not None}
+        self._constants = {c.tensor for c in theory.graph.constants}
+        self._steps = 0
         self._late = False
         self._told, self._aliases = compute_keys(theory.graph), aliases(theory)
 
@@ -125,7 +127,9 @@ class Liveness:
 
     def follow(self, order: Iterable[tuple[Compute | Both | Transfer, bool, bool]], steps: int) -> None:
         """All of the ``steps`` in their order, each with whether it is of the backward and, if it is a collective,
-        whether it gives what it is given. What a source makes is there from the beginning to the end."""
+        whether it gives what it is given. What a source makes is there from the beginning to the end, and so is
+        what is read of a constant."""
+        self._steps = steps
         told, graph, aliases = self._told, self.theory.graph, self._aliases
         sources, values, started, slices = graph.sources, self._values, self._started, self._slices
         storage, last, sizes, side, born = self.storage, self.last, self.sizes, self.side, self.born
@@ -190,9 +194,11 @@ class Liveness:
         return spare
 
     def _read(self, key: LevelKey, at: int, *, late: bool) -> int | None:
-        base = provider(self._values, key)
+        base = provider(self._values, key) if key[0] not in self._constants else key
         if base is None:
             return None
+        if base not in self._values:
+            self.hold(base, self._steps)
         value = self._values[base]
         if base != key and late and key in self._slices:
             self._add(key, self._sliced.get(key, self._ready.get(value, self.born[value])), at)

@@ -1,4 +1,5 @@
-"""What is held of the values of a step in micro-batches, and from when to when.
+"""What is held of the values of a step in micro-batches, and from when to when, in the order of the search
+(:mod:`hetspmd.cost.turn_memory` has the order that is executed).
 
 Of a value that the loop makes in rows, a micro-batch has its part: the largest micro-batch counts. What leaves the
 loop as a sum is held through all of it, beside the summand of the micro-batch that is about to be added. What is
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -36,6 +37,9 @@ class HeldValue:
     end: int
     joined: bool = False
 
+
+Turn: TypeAlias = Literal["only", "first", "between", "last"]
+"""The turns of a device that hold different things; ``only`` is that of a device which has one."""
 
 _KEPT: Final = 8
 """Loops, and divisions in turns, of which a theory keeps what was told."""
@@ -134,27 +138,22 @@ def held_in_turns(
     batches: MicroBatches,
     live: Liveness,
     spans: tuple[Sequence[int], list[int], list[int]],
-    instructions: Sequence[int],
+    loop: tuple[int, int],
     values: Container[FlatKey],
 ) -> list[HeldValue]:
     """Let the values of ``live`` be held where the loop runs several times; what is held beside them.
 
     ``spans``: the values that have a storage of their own, and of each value the step from which and the one
-    before which it is held; they are made longer or shorter here. ``instructions``: the one that runs, or ran last,
-    at each step. ``values``: those that the loop makes; they are held in each micro-batch as long as they are in
-    one.
+    before which it is held; they are made longer or shorter here. ``loop``: as :func:`loop_of` says. ``values``:
+    those that the loop makes; they are held in each micro-batch as long as they are in one.
     """
-    phases = batches.loop.phases
-    loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
-    if not loop:
-        return []
-    first, end = loop[0], loop[-1] + 1
+    first, end = loop
     own, firsts, ends = spans
     sizes, summed, joined = live.sizes, batches.summed, batches.joined
-    made_before = _made_before(live.theory, batches.loop)
+    before = made_before(live.theory, batches.loop)
     for value in own:
         key = cast(FlatKey, sizes[value])
-        if key[0] in made_before and ends[value] > first and key not in values:
+        if key[0] in before and ends[value] > first and key not in values:
             firsts[value], ends[value] = min(firsts[value], first), max(ends[value], end)
         elif key[0] in summed and value in live.delivered and key not in values:
             firsts[value] = max(firsts[value], min(end, ends[value] - 1))
@@ -175,7 +174,17 @@ def held_in_turns(
     return more
 
 
-def _made_before(theory: Theory, loop: Loop) -> frozenset[int]:
+def loop_of(batches: MicroBatches, instructions: Sequence[int]) -> tuple[int, int] | None:
+    """The first step of the loop and the one behind its last; None where nothing is in it.
+
+    ``instructions``: the one that runs, or ran last, at each step.
+    """
+    phases = batches.loop.phases
+    loop = [at for at, instruction in enumerate(instructions) if phases[instruction] == "in"]
+    return (loop[0], loop[-1] + 1) if loop else None
+
+
+def made_before(theory: Theory, loop: Loop) -> frozenset[int]:
     """The tensors that are made before the loop (kept with the theory)."""
     kept: deque[tuple[Loop, frozenset[int]]] = vars(theory).setdefault("_made_before", deque(maxlen=_KEPT))
     for of, made in kept:

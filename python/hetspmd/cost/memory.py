@@ -16,8 +16,8 @@ all-reduce, or a reduce-scatter of equal shards along dim 0 (:mod:`hetspmd.lower
 copy that is summed, are then one.
 
 On a lone device a collective is nothing. After the backward the optimizer updates one parameter after the other,
-with two temporaries of its size (AdamW's loop in torch; its fused version needs none, its ``foreach`` version,
-which torch prefers on GPUs, those of all parameters at once).
+with two temporaries of its size, and one that is left of the parameter before (AdamW's loop in torch; its fused
+version needs none, its ``foreach`` version, which torch prefers on GPUs, those of all parameters at once).
 
 At a step, device j holds ``whole + sum over axes of its share of the axis times cut``: :class:`MemoryProfile` keeps
 both parts, so that the largest share that fits is known too (at the same number of its turns).
@@ -32,11 +32,13 @@ from typing import cast
 
 import numpy as np
 
-from hetspmd.cluster.collective_buffers import Carried, over_time
+from hetspmd.cluster.collective_buffers import Buffers, Carried, over_time
 from hetspmd.cluster.collective_kinds import KINDS
-from hetspmd.cost.liveness import Liveness
-from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns
+from hetspmd.cost.arrivals import awaited, due
+from hetspmd.cost.liveness import Liveness, Transit
+from hetspmd.cost.loop_memory import AxisPlaces, HeldValue, axis_of, held_in_turns, loop_of
 from hetspmd.cost.model import Array, Index
+from hetspmd.cost.turn_memory import EACH, InTurns, Turns, kinds_of
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
 from hetspmd.program.levels import FlatKey
@@ -50,7 +52,8 @@ OPTIMIZER_BYTES = 8
 """Bytes of optimizer state per parameter element: two float32 moments of Adam."""
 
 TEMPORARIES = 2
-"""Tensors of a parameter's size that the optimizer needs while it updates it."""
+"""Tensors of a parameter's size that the optimizer needs while it updates it, beside one of the size of the
+parameter before, which its loop lets go of when it has another."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class MemoryProfile:
     in_turn      the same of those of which a device holds the rows of a turn, of a micro-batch
     times        how many micro-batches' rows each device has in a turn, shape (devices)
     instruction  of the reference graph that runs at each moment, or ran last, shape (moments)
+    apart        moments of turns that a device does not have, shape (moments, devices); None where it has all
     """
 
     held: Index
@@ -72,6 +76,7 @@ class MemoryProfile:
     in_turn: Index
     times: Array
     instruction: Index
+    apart: Index | None = None
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -98,6 +103,8 @@ class MemoryProfile:
         room = capacity[None, :] - self.whole[:, None]
         cut = self.cut.sum(axis=1)[:, None] + self.in_turn.sum(axis=1)[:, None] * self.times
         shares = np.where(cut > 0, room / np.maximum(cut, 1), np.where(room >= 0, np.inf, -1.0))
+        if self.apart is not None:
+            shares[self.apart] = np.inf
         largest: Array = shares.min(axis=0)
         return largest
 
@@ -154,11 +161,11 @@ class Holdings:
             order = (*schedule.forward, *schedule.backward)
             if batches is not None:
                 order = loop_order(theory.graph, program, schedule, batches)
+        self._backward = len(schedule.forward) if executed and batches is None else 0
         self._moment = {place: at for at, places in enumerate(order) for place in places}
         instructions, live = self._followed(order)
         # Collectives, by id, that work in the memory of what they are given.
         self._spare = live.give_memory()
-        self._transits = live.transits
         self._tell(live, instructions, optimizer_bytes)
 
     def _followed(self, order: Sequence[Places]) -> tuple[list[int], Liveness]:
@@ -198,16 +205,27 @@ class Holdings:
         """What is held from which moment to which. Behind the steps stand the optimizer's: what it keeps, and a
         moment for each parameter with its temporaries."""
         graph, steps = self.theory.graph, len(instructions)
-        updates = live.optimized if optimizer_bytes else []
+        order = {p.tensor: place for place, p in enumerate(graph.parameters)}
+        updates = sorted(live.optimized, key=lambda key: order[key[0]]) if optimizer_bytes else []
         moments = steps + 1 + len(updates)
         after = [instructions[-1] if instructions else 0] * (moments - steps)
-        self.instruction: Index = np.array(instructions + after, dtype=np.int64)
         own = [v for v, storage in enumerate(live.storage) if storage == v]
         first, end = list(live.born), [last + 1 if last < steps else moments for last in live.last]
-        more: list[HeldValue] = []
-        if self._batches is not None:
+        roles, more = [EACH] * len(own), list[HeldValue]()
+        self._turns = Turns(("only",), (0, steps), steps, moments)
+        self._transits = [(transit, EACH) for transit in live.transits]
+        if self._batches is not None and (loop := loop_of(self._batches, instructions)) is not None:
             looped = loop_steps(graph, self._batches, self._program).values
-            more = held_in_turns(self._batches, live, (own, first, end), instructions, looped)
+            if self._executed:
+                # All devices run the loop; which turns each has is asked for at their lengths.
+                kinds = kinds_of(self._batches.own_turns or (self._batches.count,))
+                self._turns = Turns(kinds, loop, steps, moments)
+                in_turns = InTurns(self._batches, live, own, loop, looped)
+                roles, more = in_turns.roles, in_turns.more
+                self._transits = list(in_turns.transits(live.transits))
+            else:
+                more = held_in_turns(self._batches, live, (own, first, end), loop, looped)
+        self.instruction = self._turns.of_each(np.array(instructions + after, dtype=np.int64))
         of = self._places.of_keys([cast(FlatKey, live.sizes[v]) for v in own])
         held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
         axes = [axis_of(self.theory, tensor, form) for tensor, form in updates]
@@ -215,11 +233,14 @@ class Holdings:
             held.append((axis, graph.tensors[tensor].numel * optimizer_bytes, 0, moments))
         for at, (axis, (tensor, _)) in enumerate(zip(axes, updates, strict=True), steps + 1):
             held.append((axis, graph.tensors[tensor].nbytes * TEMPORARIES, at, at + 1))
+            if at + 1 < moments:
+                held.append((axis, graph.tensors[tensor].nbytes, at + 1, at + 2))
         columns = [*zip(*held, strict=True)] or [()] * 4
         told = ([a for a, _ in of], [n for _, n in of], [first[v] for v in own], [end[v] for v in own])
         self._axis, self._amount, self._first, self._end = (
             np.array([*values, *beside], dtype=np.int64) for values, beside in zip(told, columns, strict=True)
         )
+        self._roles = np.array([*roles, *(EACH for _ in held)], dtype=np.int64)
 
     def at(
         self, lengths: Lengths, completed: Mapping[int, int] | None = None, *, buffers: bool = True
@@ -233,24 +254,29 @@ class Holdings:
             return self._on_one.at(lengths, buffers=buffers)
         completed = self._moments(completed)
         units, of = self._places.units(lengths)
-        first, end, axis, amount = self._first, self._end, self._axis, self._amount
+        held = [self._first, self._end, self._axis, self._amount, self._roles]
         if buffers and self._transits and lengths.world > 1:
-            more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 4)
-            first, end = np.concatenate([first, more[:, 0]]), np.concatenate([end, more[:, 1]])
-            axis, amount = np.concatenate([axis, more[:, 2]]), np.concatenate([amount, more[:, 3]])
+            more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 5)
+            held = [np.concatenate([one, more[:, c]]) for c, one in enumerate(held)]
+        first, end, axis, amount, roles = held
         local = units[axis] * (amount // of[axis])[:, None]
         segment = self._places.segments
         segments = self.theory.axes.segments
         parts = np.zeros((len(amount), 2 * segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
-        over = self._over_time(first, end, parts)
+        over = self._over_time(first, end, roles, np.concatenate([local, parts], axis=1))
+        each, over = over[:, : lengths.world], over[:, lengths.world :]
+        apart = None if self._batches is None else self._turns.apart(self._batches.turns_of(lengths.world))
+        if apart is not None:
+            each[apart] = 0
         return MemoryProfile(
-            self._over_time(first, end, local),
+            each,
             over[:, segments],
             over[:, :segments],
             over[:, segments + 1 :],
             np.array(self._places.times(lengths.world)),
             self.instruction,
+            apart,
         )
 
     @cached_property
@@ -267,26 +293,36 @@ class Holdings:
         )
 
     def _moments(self, completed: Mapping[int, int] | None) -> dict[int, int] | None:
-        """What is said of steps of the program, of their places in the order. A collective of a loop that ends in
-        the next turn is on its way to the end of its own."""
+        """What is said of steps of the program, of their places in the order, as far as ranks see to it
+        (:mod:`hetspmd.cost.arrivals`). A collective of a loop that ends in the next turn is on its way to the end
+        of its own."""
         if completed is None:
             return None
         at = self._moment
         spans = ((at[s], at[until]) for s, until in completed.items() if s in at and until in at)
-        return {start: until for start, until in spans if self._batches is None or start < until}
+        ended = {start: until for start, until in spans if self._batches is None or start < until}
+        return due(self._transits, ended, self._backward)
 
-    def _buffers_at(
-        self, units: Index, of: Index, completed: Mapping[int, int] | None
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """(first step, step behind the last, axis, bytes over all devices) of what collectives hold for themselves.
+    def awaited(self, lengths: Lengths, completed: Mapping[int, int]) -> dict[FlatKey, tuple[FlatKey, ...]]:
+        """By what a collective makes, what those make that are to have completed before it starts, so that none
+        holds its buffers for longer than :meth:`at` counts them. ``completed``: as of :meth:`at`."""
+        units, of = self._places.units(lengths)
+        holding = [
+            transit for transit, _, _, buffers in self._carried(units, of) if any(map(any, buffers[:2]))
+        ]
+        return awaited(self._transits, self._moments(completed) or {}, holding)
+
+    def _carried(self, units: Index, of: Index) -> Iterator[tuple[Transit, int, tuple[int, int], Buffers]]:
+        """Collectives, what each is to a loop, the axes of what is sharded and of the result, and what they hold
+        for themselves.
 
         ``units[a, j]`` of ``of[a]`` units of axis a are device j's; the last axis is that of what is whole.
         """
-        n, blank = units.shape[1], self._places.whole
+        n = units.shape[1]
         whole, most = of.tolist(), units.max(axis=1).tolist()
         holders = np.count_nonzero(units, axis=1).tolist()
-        for transit in self._transits:
-            start, step, wait, shared = transit.start, transit.step, transit.wait, transit.shared
+        for transit, role in self._transits:
+            step, shared = transit.step, transit.shared
             kind = KINDS[step.kind]
             if kind.buffers is None:
                 continue
@@ -309,16 +345,27 @@ class Holdings:
                 bucket=shared,
                 spare=id(step) in self._spare,
             )
-            until = start + 1 if completed is None else min(completed.get(start, wait), wait)
-            for first, end, held in over_time(kind.buffers(carried), start, wait, until):
+            yield transit, role, (axis, target), kind.buffers(carried)
+
+    def _buffers_at(
+        self, units: Index, of: Index, until: Mapping[int, int] | None
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """(first step, step behind the last, axis, bytes over all devices, what it is to a loop) of what
+        collectives hold for themselves. ``until``: the step before which each has completed, by its start."""
+        blank = self._places.whole
+        for transit, role, (axis, target), buffers in self._carried(units, of):
+            start, wait = transit.start, transit.wait
+            ended = start + 1 if until is None else min(until.get(start, wait), wait)
+            for first, end, held in over_time(buffers, start, wait, ended):
                 for place, nbytes in ((blank, held.whole), (axis, held.sharded), (target, held.target)):
                     if nbytes:
-                        yield first, end, place, nbytes
+                        yield first, end, place, nbytes, role
 
-    def _over_time(self, first: Index, end: Index, held: Index) -> Index:
-        steps = len(self.instruction)
-        change = np.zeros((steps + 1, *held.shape[1:]), dtype=np.int64)
-        np.add.at(change, first, held)
-        np.subtract.at(change, end, held)
-        totals: Index = change.cumsum(axis=0)[:steps]
+    def _over_time(self, first: Index, end: Index, roles: Index, held: Index) -> Index:
+        moments = len(self.instruction)
+        change = np.zeros((moments + 1, *held.shape[1:]), dtype=np.int64)
+        for begins, ends in self._turns.held(first, end, roles):
+            np.add.at(change, begins, held)
+            np.subtract.at(change, ends, held)
+        totals: Index = change.cumsum(axis=0)[:moments]
         return totals

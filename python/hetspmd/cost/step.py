@@ -28,6 +28,7 @@ from hetspmd.placement import shard
 from hetspmd.program.buckets import coalesces
 from hetspmd.program.dataflow import Values
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.levels import FlatKey
 from hetspmd.program.loop_steps import loop_steps
 from hetspmd.program.program import Communicate, Compute, Program
 from hetspmd.program.schedule import Schedule, make_schedule
@@ -219,6 +220,15 @@ class StepModel:
             return self.executed.at(lengths, self.streams.completed(run))
         seen = [self.streams.completed(run, device) for device in range(self.model.world)]
         return each_its_own([self.executed.at(lengths, completed) for completed in seen])
+
+    def awaited(self, lengths: Lengths, device: int) -> dict[FlatKey, tuple[FlatKey, ...]]:
+        """By what a collective makes, what those make that a device waits for before it starts that collective, so
+        that it holds no more than :meth:`held` says however slow the links are."""
+        if self.model.world == 1:
+            return {}
+        run = self.streams.run(self.model.shares(lengths))
+        own = self.model.batches is not None and bool(self.model.batches.own_turns)
+        return self.executed.awaited(lengths, self.streams.completed(run, device if own else None))
 
     def arrivals(self, lengths: Lengths) -> dict[Communicate, int]:
         """The instruction that runs first after each collective has ended, of those that have ended, at integer

@@ -43,6 +43,11 @@ class PendingBucket:
         """The collective that carries the bucket, None once it was waited for."""
         return self._pending
 
+    def arrive(self) -> None:
+        """Wait until it has completed, and let go of what it needed; the results are taken later."""
+        if isinstance(self._pending, Pending):
+            self._pending.arrive()
+
     def take(self, index: int) -> torch.Tensor:
         """Wait, and give one tensor's result."""
         if self._pending is not None:

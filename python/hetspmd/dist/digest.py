@@ -4,7 +4,8 @@ The bytes are read as 64-bit words w_i, and
 
     digest = sum_i c_i (w_i + K (w_i >> 32))    mod 2^64
 
-with fixed pseudo-random odd coefficients. The second summand carries a word's upper bits, signs and exponents, down
+with fixed pseudo-random odd coefficients, products of a few hundred (:func:`_sum_of_products`) so that a process
+keeps few KiB of them. The second summand carries a word's upper bits, signs and exponents, down
 to where the multiplication spreads them, so that two contents which differ anywhere share a digest with a
 probability of about 2^-31. It compares bits: 0.0 and -0.0 differ, equal NaN are equal.
 
@@ -29,6 +30,8 @@ _RUN: Final = 128
 _RUNS: Final = 512
 _LINE: Final = 1 << 15
 """Words that are read at once: what is computed on the way takes a few times their 256 KiB."""
+_ROW: Final = 1 << 9
+"""Coefficients that are kept; every so many words they are the same again, times one of those behind them."""
 _FOLD: Final = 0x2545_F491_4F6C_DD1D
 _STEP: Final = 0x5851_F42D_4C95_7F2D
 _MASK: Final = (1 << 64) - 1
@@ -94,14 +97,32 @@ def _sum(words: torch.Tensor) -> torch.Tensor:
 
 def _line(words: torch.Tensor) -> torch.Tensor:
     mixed = torch.add(words, words >> 32, alpha=_FOLD)
-    by = _coefficients(words.device)[: words.numel()]
-    return torch.dot(mixed, by) if words.device.type == "cpu" else (mixed * by).sum()
+    return _sum_of_products(mixed, _coefficients(words.device))
+
+
+def _sum_of_products(values: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """The sum of up to a line of values, each times one of ``by[:_ROW]`` and, from the first whole row on, one of
+    those behind them for each row: ``sum_i v_i by[i mod R] by[R + i div R]``."""
+    rows, count = values.numel() // _ROW, values.numel()
+    if not rows:
+        return _dot(values, by[:count])
+    across, down, whole = by[:_ROW], by[_ROW:], rows * _ROW
+    folded = values[:whole].view(rows, _ROW)
+    sums = torch.mv(folded, across) if values.device.type == "cpu" else (folded * across).sum(1)
+    total = _dot(sums, down[:rows])
+    return total if whole == count else total + _dot(values[whole:], across[: count - whole]) * down[rows]
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The inner product; devices other than CPUs have none of integers."""
+    return torch.dot(one, other) if one.device.type == "cpu" else (one * other).sum()
 
 
 @lru_cache(maxsize=16)
 def _coefficients(device: torch.device) -> torch.Tensor:
-    """Odd pseudo-random words (splitmix64), the same on every device and in every version of torch."""
-    state = torch.arange(1, _LINE + 1, dtype=torch.int64) * signed(0x9E37_79B9_7F4A_7C15)
+    """Odd pseudo-random words (splitmix64), the same on every device and in every version of torch: those of a row,
+    and one for each row of a line."""
+    state = torch.arange(1, _ROW + _LINE // _ROW + 1, dtype=torch.int64) * signed(0x9E37_79B9_7F4A_7C15)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
         state = (state ^ _shifted(state, shift)) * signed(factor)
     return ((state ^ _shifted(state, 31)) | 1).to(device)
@@ -123,7 +144,7 @@ def projection(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         square = total.clone()
         for start in range(0, flat.numel(), _LINE):
             line = flat[start : start + _LINE].double()
-            total += torch.dot(line, _signs(flat.device)[: line.numel()])
+            total += _sum_of_products(line, _signs(flat.device))
             square += torch.dot(line, line)
         return total, square
 

@@ -2,7 +2,9 @@
 
 Memory follows completion: a started collective holds its source, or a padded copy of it, only until the backend
 is done with it. Whenever a collective is started or waited for, those that have completed meanwhile let go of
-all but their results, and padding is cut off, however much later they are waited for.
+all but their results, and padding is cut off, however much later they are waited for. A plan has predicted when
+that is; the start of another collective waits for those that should have completed by then
+(:func:`hetspmd.lower.calls.start`), so that a slow link does not make a rank hold more.
 """
 
 from __future__ import annotations
@@ -50,6 +52,14 @@ class Pending(Generic[Result]):
         if self._early:
             self._complete()
         return True
+
+    def arrive(self) -> None:
+        """Wait until all primitives are complete, and let go of what they needed; the result is waited for later."""
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+        if self._early:
+            self._complete()
 
     def wait(self) -> Result:
         """Wait and give the result."""

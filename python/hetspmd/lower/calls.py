@@ -14,13 +14,27 @@ import torch
 from hetspmd.lower.attention import kernel_of
 
 
-def start(runtime: Any, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False) -> Any:
-    """Start a collective of this kind; ``args`` are the dims and extents that it needs."""
+def start(
+    runtime: Any, kind: str, tensor: torch.Tensor, *args: Any, spare: bool = False, behind: Sequence[Any] = ()
+) -> Any:
+    """Start a collective of this kind; ``args`` are the dims and extents that it needs. ``behind``: collectives
+    that are to have completed before, so that what they hold is let go of."""
+    for each in behind:
+        each.arrive()
     return runtime.start(kind, tensor, *args, spare=spare)
 
 
-def start_bucket(runtime: Any, kind: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
-    """Start several collectives of one kind as one; ``args`` are those of each."""
+def start_bucket(
+    runtime: Any,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    args: Sequence[Any],
+    *,
+    behind: Sequence[Any] = (),
+) -> Any:
+    """Start several collectives of one kind as one; ``args`` are those of each, ``behind`` as of :func:`start`."""
+    for each in behind:
+        each.arrive()
     return runtime.start_bucket(kind, tensors, args)
 
 

@@ -14,7 +14,7 @@ are those of values here, and :data:`VALUE` says which, for :mod:`hetspmd.lower.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import (
     Across,
     Both,
+    FlatKey,
     InsideCollective,
     NestedStep,
     Together,
@@ -47,6 +48,7 @@ from hetspmd.trace.graph import Instruction, Ref
 from hetspmd.trace.values import to_torch, torch_dtype
 
 Lazy = Callable[[], fx.Node]
+Awaited = Mapping[FlatKey, tuple[FlatKey, ...]]
 
 aten = torch.ops.aten
 
@@ -67,6 +69,10 @@ class GraphWriter:
         self.produced: dict[Key, fx.Node | Lazy] = {}
         self.constants: dict[int, Callable[[Key], fx.Node]] = {}
         self._pending: dict[Key, None] = {}
+        self.awaited: Awaited = {}
+        """Which collectives have arrived before the start of another one, by tensor and form (of one level)."""
+        self._started: dict[FlatKey, tuple[Key, fx.Node]] = {}
+        self._due: dict[FlatKey, None] = {}
         self.fused: frozenset[int] = frozenset()
         """Attentions with dropout that may be given to fused kernels, by instruction."""
 
@@ -160,6 +166,7 @@ class GraphWriter:
 
     def _communicate(self, step: One) -> None:
         ((source_key, target),) = carried(step)
+        self._let_arrive((target,))
         if target in self.produced:
             return
         source = self.need(source_key)
@@ -176,7 +183,22 @@ class GraphWriter:
         else:
             pending = self.call(name, calls.start, (self.runtime, step.kind, source, *args))
         pending.meta["transfer"] = step
+        self._goes(pending, (target,))
         self._arrives(target, calls.wait, (pending,))
+
+    def _let_arrive(self, targets: Sequence[Key]) -> None:
+        """From the next start on, those have arrived that are awaited where these values' collectives start."""
+        for key in targets:
+            self._due.update(dict.fromkeys(self.awaited.get((key[0], key[-1]), ())))
+
+    def _goes(self, pending: fx.Node, targets: Sequence[Key]) -> None:
+        """A collective starts, behind those that are due and that nothing has waited for."""
+        due = [self._started[key] for key in self._due if key in self._started]
+        behind = {node: None for key, node in due if not isinstance(self.produced[key], fx.Node)}
+        if behind:
+            pending.kwargs = {**pending.kwargs, "behind": tuple(behind)}
+        self._due = {}
+        self._started.update({(key[0], key[-1]): (key, pending) for key in targets})
 
     def _arrives(self, key: Key, target: Any, args: tuple[Any, ...]) -> None:
         """A value comes of a collective; it is waited for where it is first read."""
@@ -188,6 +210,7 @@ class GraphWriter:
     def _coalesce(self, bucket: Bucket | Together) -> None:
         pairs = [(m, *carried(m)[0]) for m in bucket.members]
         transfers = [(m, source, target) for m, source, target in pairs if target not in self.produced]
+        self._let_arrive([target for _, _, target in pairs])
         if len(transfers) < 2 or all(self.layout.is_nothing(member) for member, _, _ in transfers):
             for member, _, _ in transfers:
                 self._communicate(member)
@@ -204,6 +227,7 @@ class GraphWriter:
             pending = self.call(name, calls.start_bucket, (self.runtime, kind, sources, args))
         members: Any = tuple(m for m, _, _ in transfers)
         pending.meta["transfer"] = type(bucket)(members)
+        self._goes(pending, [target for _, _, target in transfers])
         for index, (_, _, target) in enumerate(transfers):
             self._arrives(target, calls.take, (pending, index))
 

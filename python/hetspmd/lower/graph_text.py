@@ -18,7 +18,7 @@ rank's values before and after it. The same graphs have the same text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -102,6 +102,10 @@ class GraphText:
             groups = self.groups
             yield f"among {groups.across if node.target in _ACROSS else groups.own}"
             yield self._bytes(node)
+        behind = cast("tuple[fx.Node, ...]", node.kwargs.get("behind", ()))
+        if behind:
+            have = "have" if len(behind) > 1 else "has"
+            yield f"when {', '.join(map(self._argument, behind))} {have} arrived"
         if node.kwargs.get("spare"):
             yield "may work in the memory of its operand"
         if out_of_place(node.target) is not node.target:

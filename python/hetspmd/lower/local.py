@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.attention import fused_attentions
-from hetspmd.lower.emit import GraphWriter, identifier, take_saved
+from hetspmd.lower.emit import Awaited, GraphWriter, identifier, take_saved
 from hetspmd.lower.local_program import Groups, LocalGraphs, LocalInterface, LocalTensor, numbered
 from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
 from hetspmd.program.layout import Region
@@ -24,7 +24,8 @@ class ActiveEmitter:
     """Writes the graphs of the rank at a place on ``device``.
 
     ``devices`` and ``ranks`` are the numbers in the cluster of the devices that run the program and of their
-    accelerators, where they are others than their places (for the text of the graphs alone).
+    accelerators, where they are others than their places (for the text of the graphs alone). ``awaited``: which
+    collectives have arrived before another one starts.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class ActiveEmitter:
         device: torch.device,
         devices: Sequence[int] = (),
         ranks: Sequence[int] = (),
+        awaited: Awaited | None = None,
     ) -> None:
         self.steps, self.layout, self.at, self.device = steps, layout, at, device
-        self.graph = layout.graph
+        self.graph, self.awaited = layout.graph, awaited or {}
         self.devices = tuple(devices or range(len(layout.accelerators)))
         self.ranks = tuple(ranks or range(layout.world))
         self.constants: dict[str, torch.Tensor] = {}
@@ -125,7 +127,7 @@ class ActiveEmitter:
 
     def _writer(self) -> GraphWriter:
         writer = GraphWriter(self.layout, self.at, self.device)
-        writer.fused = self.fused
+        writer.fused, writer.awaited = self.fused, self.awaited
         for constant in self.graph.constants:
             writer.constants[constant.tensor] = lambda key: self._attribute(writer, key)
         return writer

@@ -75,7 +75,8 @@ def emitter_of(plan: Plan, rank: int, device: torch.device) -> Emitter:
     if plan.inside is None:
         steps = one_level(theory, plan.program, plan.schedule)
         layout, at = LevelLayout(theory, plan.lengths), RankPlace(ranks.index(rank))
-        return ActiveEmitter(steps, layout, at, device, plan.active, ranks)
+        awaited = plan.step.awaited(plan.lengths, at.machine)
+        return ActiveEmitter(steps, layout, at, device, plan.active, ranks, awaited)
     machine = machine_of(cluster)[rank]
     layout = LevelLayout(theory, plan.lengths, [cluster.accelerators[j] for j in plan.active])
     at = RankPlace(plan.active.index(machine), rank - machine_of(cluster).index(machine))

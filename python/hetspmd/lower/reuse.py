@@ -4,7 +4,8 @@ A started collective leaves its operand alone. Where nothing reads the operand's
 the start is then told that its operand is spare. Memory is followed by the nodes that may have allocated it: an
 ATen op whose schema returns no alias allocates, each of its results apart; whatever else is called (views,
 functions of rules, kernels' readers) may return its arguments. Never spare is what a graph is given, its
-constants, what collectives deliver, and what the graph returns. Nor is what a collective that has started before
+constants, what collectives deliver, and what the graph returns; but a sum over turns, which the graph takes from
+where it has memory of its own, may be. Nor is what a collective that has started before
 may still read: one between machines and one inside a machine are not carried out in the order of their starts.
 """
 
@@ -35,13 +36,15 @@ def mark_spare(graph: fx.Graph) -> None:
             for owner in memory[each]:
                 last[owner] = place
         memory[node] = frozenset((node,))
-        if node.op != "call_function" or node.target in (calls.wait, calls.take, take_saved):
+        if node.op != "call_function" or (
+            node.target in (calls.wait, calls.take, take_saved) and not is_sum(node)
+        ):
             reserved.add(node)
             if node.target is calls.wait:
                 arrived[read[0]] = place
         elif _takes_spare(node):
             starts.append((place, node))
-        elif not allocates_each(node):
+        elif not allocates_each(node) and not is_sum(node):
             memory[node] = memory[node].union(*(memory[each] for each in read))
     for place, start in starts:
         owners = memory[start.args[2]]  # type: ignore[index]  # a node
@@ -57,3 +60,8 @@ def mark_spare(graph: fx.Graph) -> None:
 
 def _takes_spare(node: fx.Node) -> bool:
     return node.target in (calls.start, calls.start_across) and KINDS[cast("Kind", node.args[1])].in_place
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether a turn takes here what was summed, to which nothing is added any more."""
+    return node.target is take_saved and cast(fx.Node, node.args[0]).name == "sums"

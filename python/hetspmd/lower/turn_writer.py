@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.attention import fused_attentions
-from hetspmd.lower.emit import GraphWriter, identifier, take_saved
+from hetspmd.lower.emit import Awaited, GraphWriter, identifier, take_saved
 from hetspmd.lower.local_program import Groups
 from hetspmd.placement import REPLICATE, is_sharded
 from hetspmd.program.level_layout import RankPlace
@@ -173,6 +173,7 @@ class TurnsWriter:
     ) -> None:
         self.steps, self.layout, self.rank, self.device, self.groups = steps, layout, rank, device, groups
         self.graph = layout.graph
+        self.awaited: Awaited = {}
         self.summed = [key for key in steps.leaving if not is_sharded(key[1])]
         self.constants: dict[str, torch.Tensor] = {}
         self._calls: dict[int, list[tuple[int, Any, Any]]] = {}
@@ -280,7 +281,7 @@ class TurnsWriter:
     def _writer(self, turn: int, beside: _TurnWriter | None = None, *, shared: bool = False) -> _TurnWriter:
         at = RankPlace(turn, self.rank)
         writer = _TurnWriter(self.layout, at, self.device, beside, shared=shared)
-        writer.fused = fused_attentions(self.layout, at, self._all_steps)
+        writer.fused, writer.awaited = fused_attentions(self.layout, at, self._all_steps), self.awaited
         for constant in self.graph.constants:
             writer.constants[constant.tensor] = lambda key: self._constant(writer, key)
         return writer
@@ -299,10 +300,10 @@ class TurnsWriter:
     def _value(self, key: tuple[int, ...], turn: int) -> torch.Tensor:
         """What a turn has of a constant."""
         (constant,) = (c for c in self.graph.constants if c.tensor == key[0])
-        value = constant_value(self.graph, constant, self.device)
+        whole = value = constant_value(self.graph, constant, self.device)
         for region in self.layout.regions(key, RankPlace(turn, self.rank)):
             value = value.narrow(region.dim, region.start, region.extent)
-        return value
+        return whole if value is whole else value.clone()
 
 
 class _Sums:

@@ -117,6 +117,7 @@ class TurnEmitter:
         """The graphs. Raises PlanError if the program reads what it has not produced, or if the row of an
         instruction in time cannot be had at once with its row on the devices."""
         writing = TurnsWriter(self.steps, self.layout, self.of.at.machine, self.of.device, self.of.groups())
+        writing.awaited = self.of.awaited
         return TurnGraphs(writing.turns(self.turns), self.steps, self.layout, self.of.interface)
 
 

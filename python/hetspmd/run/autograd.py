@@ -7,6 +7,7 @@ one raises GradientError instead of being lost.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
@@ -251,7 +252,9 @@ class Runner:
         assert self.program.backward is not None
         if self.before_gradients is not None:
             self.before_gradients()
-        taken = {_storage(tangent), *(_storage(t) for t in saved if t is not None)}
+        given = [tangent, *(t for t in saved if t is not None)]
+        taken = {_storage(t): weakref.ref(t.untyped_storage()) for t in given}
+        del given
         captured = held is not None and self.captures is not None and self.captures.enter()
         try:
             graph = self._running(self.program.backward, held if captured else None)
@@ -267,7 +270,9 @@ class Runner:
         for gradient in values:
             key, (start, end) = _storage(gradient), _extent(gradient)
             beside = parts.setdefault(key, [])
-            if key in taken or any(start < e and s < end for s, e in beside):
+            # Where something saved has died, its memory may be a gradient's.
+            is_taken = key in taken and taken[key]() is not None
+            if is_taken or any(start < e and s < end for s, e in beside):
                 gradients.append(gradient.clone())
             else:
                 gradients.append(gradient)

@@ -203,14 +203,19 @@ def _write_slots(local: Local) -> LocalCall:
 def write_part(
     op: str, x: Tensor, dim: int, index: Tensor, start: int, extent: int, *rest: Any, **options: Any
 ) -> Tensor:
-    """``op(x, dim, index, *rest)``, where x holds the slots from ``start`` on of ``extent``."""
+    """``op(x, dim, index, *rest)``, where x holds the slots from ``start`` on of ``extent``.
+
+    What others hold is written to a slot behind them, in place, so that no more than one wide copy is held.
+    """
     n = x.shape[dim]
     shape = list(x.shape)
     shape[dim] = 1
     wide = torch.cat([x, x.new_zeros(shape)], dim)
     slot = torch.where(index < 0, index + extent, index) - start
     held = (slot >= 0) & (slot < n)
-    written: Tensor = torch_op(op)(wide, dim, slot.masked_fill(~held, n), *rest, **options)
+    namespace, name, overload = op.split(".")
+    in_place = torch_op(f"{namespace}.{name}_.{overload}")
+    written: Tensor = in_place(wide, dim, slot.masked_fill(~held, n), *rest, **options)
     return written.narrow(dim, 0, n).contiguous()
 
 
