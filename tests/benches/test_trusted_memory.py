@@ -7,6 +7,7 @@ does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -35,12 +36,15 @@ SIZES: dict[str, dict[str, int]] = {
 }
 SPEEDS = {"2:1": (2.0, 1.0), "4:2:1:1": (4.0, 2.0, 1.0, 1.0), "8:1:1:1": (8.0, 1.0, 1.0, 1.0)}
 KINDS = {
-    "data parallel": known.data_parallel, "ZeRO": known.zero_like, "tensor parallel": known.tensor_parallel,
-}  # fmt: skip
+    "data parallel": known.data_parallel,
+    "ZeRO": known.zero_like,
+    "tensor parallel": known.tensor_parallel,
+}
 QUICK = (
-    ("GPT-2", "2:1", "ZeRO", 3, "all"), ("BERT", "8:1:1:1", "ZeRO", 1, "all"),
+    ("GPT-2", "2:1", "ZeRO", 3, "all"),
+    ("BERT", "8:1:1:1", "ZeRO", 1, "all"),
     ("Llama", "2:1", "tensor parallel", 1, "none"),
-)  # fmt: skip
+)
 
 
 @cache
@@ -55,7 +59,12 @@ def plan_of(name: str, speeds: tuple[float, ...], kind: str, count: int, recompu
     traced = trace(model, (), batch, recompute=chooser(recompute))
     theory, batches = in_micro_batches(derive(traced), count)
     shares = tuple(s / sum(speeds) for s in speeds)
-    return plan_for(theory, cluster(*speeds), KINDS[kind](theory), shares, batches=batches)
+    roomy = cluster(*speeds)
+    plan = plan_for(theory, roomy, KINDS[kind](theory), shares, batches=batches)
+    # Devices that have no more memory than that see to it that they hold no more.
+    memory = zip(roomy.devices, plan.cost.memory_bytes, strict=True)
+    tight = replace(roomy, devices=tuple(replace(device, memory=float(n)) for device, n in memory))
+    return plan_for(theory, tight, KINDS[kind](theory), shares, batches=batches)
 
 
 def cases() -> list[object]:

@@ -223,8 +223,12 @@ class StepModel:
 
     def awaited(self, lengths: Lengths, device: int) -> dict[FlatKey, tuple[FlatKey, ...]]:
         """By what a collective makes, what those make that a device waits for before it starts that collective, so
-        that it holds no more than :meth:`held` says however slow the links are."""
-        if self.model.world == 1:
+        that it holds no more than :meth:`held` says however slow the links are. Nothing where the device has the
+        memory for collectives that are on their way until they are read: it need not wait."""
+        if (
+            self.model.world == 1
+            or self.executed.at(lengths, {}).peaks[device] <= self.model.capacity[device]
+        ):
             return {}
         run = self.streams.run(self.model.shares(lengths))
         own = self.model.batches is not None and bool(self.model.batches.own_turns)

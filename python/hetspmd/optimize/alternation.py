@@ -254,8 +254,8 @@ def search_fitting(
     worth: float = 0.0,
 ) -> tuple[SearchResult | None, MemoryLimitError | None]:
     """The best program that fits at these lengths, or the error of the program found that lacks the fewest bytes.
-    ``quick``: none is searched further where a few searches have found none, and ``worth``: the seconds below which
-    one is (:func:`hetspmd.search.memory_limits.search_that_fits`).
+    ``quick``: none is searched further where a few searches have found none that takes fewer seconds than
+    ``worth``.
     """
     names, word = [d.name for d in ctx.cluster.devices], device_word(ctx.cluster)
     try:
@@ -268,9 +268,8 @@ def search_fitting(
                 best,
                 within=within,
                 memory_prices=ctx.memory_prices,
-                known=Known(ctx.earlier_prices, active) if within is None else None,
+                known=Known(ctx.earlier_prices, active, worth) if within is None else None,
                 quick=quick,
-                worth=worth,
             )
     except MemoryLimitError as error:
         amounts = {active[j]: both for j, both in error.lacking.items()}

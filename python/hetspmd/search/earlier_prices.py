@@ -66,10 +66,12 @@ class EarlierPrices:
 
 @dataclass(frozen=True)
 class Known:
-    """Earlier prices as a search on the devices ``ranks`` sees and leaves them."""
+    """Earlier prices as a search on the devices ``ranks`` sees and leaves them. ``worth``: the fewest seconds of a
+    program that fits and is known; 0 where a quick search is not to go on for a better one."""
 
     prices: EarlierPrices = field(default_factory=EarlierPrices)
     ranks: tuple[int, ...] = ()
+    worth: float = 0.0
 
     def priced(
         self, at: Mapping[Place, float], instructions: int, tilt: float = 0.0, *, estimated: bool = False

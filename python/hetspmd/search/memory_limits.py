@@ -107,13 +107,12 @@ def search_that_fits(
     memory_prices: MemoryPrices | None = None,
     known: Known | None = None,
     quick: bool = False,
-    worth: float = 0.0,
 ) -> SearchResult:
     """The best program found that fits every device at ``lengths``; ``start``, the best without regard to memory,
     if that fits. ``memory_prices``: those of the searcher, where they have been made. ``known``: the prices of
     earlier searches, to which those of this one are added.
-    ``quick``: none is searched further where a few searches have found none that fits. One that takes fewer
-    seconds than ``worth`` is worth some searches more.
+    ``quick``: none is searched further where a few searches have found none that fits, or one that takes longer
+    than what is known.
 
     Its ``lower_bound`` is certified for all programs that fit, its ``stop_reason`` is "memory" unless the bound
     meets the cost. Raises MemoryLimitError if no program found fits.
@@ -123,8 +122,8 @@ def search_that_fits(
     if prices.take(start):
         return start
     prices.raise_bound(start.lower_bound)
-    prices.worth = worth
     prices.folded = known is not None and searcher.folds
+    prices.worth = 0.0 if known is None else known.worth
     if known is None:
         prices.run()
     else:

@@ -77,7 +77,7 @@ class Relaxation:
     tried: tuple[dict[Place, float], float, bool] = field(default_factory=lambda: ({}, 0.0, False))
     """The last prices, their tilt, and whether they are estimated too."""
     worth: float = 0.0
-    """A program that fits and takes fewer seconds is worth more searches than others."""
+    """A program that fits and takes fewer seconds is worth more searches than a quick search makes."""
     estimates_fail: bool = False
     """With estimates no program fits at prices that outweigh all costs."""
     won: tuple[dict[Place, float], float, bool] | None = None
@@ -116,12 +116,15 @@ class Relaxation:
         result = self.searcher.search(
             self.model,
             self.lengths,
-            replace(self.limits, expansions=min(self.limits.expansions, EXPANSIONS)),
+            replace(
+                self.limits,
+                expansions=min(self.limits.expansions, EXPANSIONS),
+                tolerance=self.tolerance,
+            ),
             within=self.within,
             start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
             folded=self.folded,
-            tolerance=self.tolerance,
         )
         self.tried = at, tilt, estimated
         if tilt == 0.0:

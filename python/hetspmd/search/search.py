@@ -26,7 +26,8 @@ from hetspmd.search.space import Move, Space
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a search stops early: seconds, expansions of partial programs, bytes.
+    """Where a search stops early: seconds, expansions of partial programs, bytes; and the seconds by which its
+    program may cost more than the best one, of what is minimised.
 
     The limit on expansions, not the one on seconds, is what ends a hard search by default, so that the plan does
     not depend on the machine.
@@ -35,6 +36,7 @@ class Limits:
     seconds: float = 600.0
     expansions: int = 100_000
     memory: int = 4 * 2**30
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,12 @@ class Searcher:
         prices: Prices | None = None,
         overlap: float = 1.0,
         folded: bool = False,
-        tolerance: float = 0.0,
     ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
         ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. ``folded``:
-        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. ``tolerance``:
-        seconds by which the program may cost more than the best one, of what is minimised. Raises
+        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. Raises
         InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
         program was found.
         """
@@ -118,7 +118,7 @@ class Searcher:
             if prices is not None:
                 raise ValueError("prices are of this searcher's rows, and within has others")
             return Searcher(within).search(
-                model, lengths, limits, start=start, prices=prices, overlap=overlap, tolerance=tolerance
+                model, lengths, limits, start=start, prices=prices, overlap=overlap
             )
         priced = self.pricing.at(model, lengths, prices, overlap)
         self._set(priced)
@@ -132,7 +132,7 @@ class Searcher:
             incumbent=incumbent,
             allowed=None if allowed is None else allowed.tobytes(),
             folded=folded,
-            tolerance=int(tolerance * priced.per_second),
+            tolerance=int(limits.tolerance * priced.per_second),
         )
         solution = json.loads(text)
         if solution["stop_reason"] == "infeasible":
