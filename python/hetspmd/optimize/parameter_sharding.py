@@ -5,9 +5,9 @@ the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.
 links are what the step waits for, the best division leaves them idle neither in the forward nor in the backward,
 gathers nothing that the forward reads at once, and keeps small gradients together in buckets. No additive cost
 tells that. So the storage of a good program is changed, one parameter after the other, and what the simulation
-finds faster is kept. Of alike parameters, those of alike layers, the first and the last are tried: where neither
-gains, those between are left as they are. At the end of a round the distance of the gathers is chosen anew; one
-that gains enough is followed by another.
+finds faster is kept, largest ones first until many in a row gain nothing. Of alike parameters, those of alike
+layers, the first and the last are tried: where neither gains, those between are left as they are. At the end of a
+round the distance of the gathers is chosen anew; one that gains enough is followed by another.
 
 A changed program computes by the same triples; the search, confined to them, chooses its collectives.
 """
@@ -62,6 +62,7 @@ class _Storage:
         self.names = {p.tensor: p.name for p in theory.graph.parameters}
         self.distance = candidate.evaluator.prefetch_distance
         self.best = candidate
+        self.waited = 0  # changes in a row that gained nothing
         self.tried: list[Candidate] = []
         self.results: dict[frozenset[tuple[int, Placement]], SearchResult | None] = {}
         self.seen: set[tuple[frozenset[tuple[int, Placement]], int]] = set()
@@ -71,6 +72,7 @@ class _Storage:
         thresholds = self.ctx.thresholds
         for _ in range(thresholds.storage_rounds):
             before = self.best.seconds
+            self.waited = 0
             for alike in self._alike_groups():
                 for how in ("in shards", "whole"):
                     first, *between = alike
@@ -109,8 +111,11 @@ class _Storage:
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         form = {t: self.sharded[t] for t in group} if how == "in shards" else dict.fromkeys(group, REPLICATE)
         forms = {**self.forms, **form}
-        what = f"{self.names[group[0]]}{more} {how}"
-        return forms != self.forms and self._try(forms, self.distance, what)
+        if forms == self.forms or self.waited >= self.ctx.thresholds.changes_without_gain:
+            return False
+        gains = self._try(forms, self.distance, f"{self.names[group[0]]}{more} {how}")
+        self.waited = 0 if gains else self.waited + 1
+        return gains
 
     def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> bool:
         """Whether the best program that stores parameters in these forms is the best so far with its gathers so
