@@ -131,9 +131,9 @@ def test_rounds_that_gain_nothing_end_the_tries(monkeypatch: pytest.MonkeyPatch)
     def watch(name: str) -> None:
         usual = getattr(synthesize, name)
 
-        def watched(ctx: Any, *rest: Any) -> Any:
+        def watched(ctx: Any, *rest: Any, **options: Any) -> Any:
             tried[name].add(ctx.theory.axes.segments)
-            return usual(ctx, *rest)
+            return usual(ctx, *rest, **options)
 
         monkeypatch.setattr(synthesize, name, watched)
 

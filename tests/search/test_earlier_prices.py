@@ -33,7 +33,7 @@ class Counted:
         return found, self.searches
 
 
-@pytest.mark.parametrize(("name", "parts"), [("stack", (0.75, 0.72, 0.8)), ("llama", (0.95, 0.9, 0.92))])
+@pytest.mark.parametrize(("name", "parts"), [("stack", (0.76, 0.75, 0.78)), ("llama", (0.95, 0.9, 0.92))])
 def test_the_next_one_is_as_good_after_fewer_searches(
     name: str, parts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,8 +56,8 @@ def test_where_nothing_fits_the_next_one_says_so_at_once(monkeypatch: pytest.Mon
         with pytest.raises(MemoryLimitError, match="lacks"):
             counted.solve(part)
         assert counted.searches <= most
-    found, _ = counted.solve(0.75)
-    alone, _ = Counted(counted.p, monkeypatch).solve(0.75)
+    found, _ = counted.solve(0.76)
+    alone, _ = Counted(counted.p, monkeypatch).solve(0.76)
     assert found.cost <= 1.03 * alone.cost, "that nothing fits elsewhere is no reason for a worse one"
     assert counted.prices.exceeded is None
     with pytest.raises(MemoryLimitError):
@@ -98,13 +98,13 @@ def test_devices_without_earlier_prices_are_searched_from_the_beginning(
 ) -> None:
     p = problem("stack")
     counted = Counted(p, monkeypatch)
-    counted.solve(0.8, (0, 1, 2, 3))
-    found, _ = counted.solve(0.75, (4, 5, 6, 7))
-    alone, _ = Counted(p, monkeypatch).solve(0.75)
+    counted.solve(0.78, (0, 1, 2, 3))
+    found, _ = counted.solve(0.76, (4, 5, 6, 7))
+    alone, _ = Counted(p, monkeypatch).solve(0.76)
     assert found.cost <= 1.03 * alone.cost
 
 
-@pytest.mark.parametrize(("name", "parts"), [("stack", (0.8, 0.75)), ("llama", (0.95, 0.9))])
+@pytest.mark.parametrize(("name", "parts"), [("stack", (0.78, 0.76)), ("llama", (0.95, 0.9))])
 def test_a_quick_search_finds_a_program_that_fits(
     name: str, parts: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,5 +126,5 @@ def test_a_quick_search_ends_after_one_where_much_is_lacking(monkeypatch: pytest
         counted.solve(0.3, quick=True)
     assert counted.searches == 1
     assert counted.prices.exceeded is not None
-    found, _ = counted.solve(0.75, quick=True)
+    found, _ = counted.solve(0.76, quick=True)
     assert counted.p.fits(found, 0.75)

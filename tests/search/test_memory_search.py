@@ -251,7 +251,7 @@ def problem(name: str) -> Problem:
     return Problem(name, 0.4, 0.3, 0.2, 0.1)
 
 
-PARTS = {"stack": (1.0, 0.85, 0.8, 0.75, 0.72, 0.5), "llama": (1.0, 0.95, 0.9, 0.5)}
+PARTS = {"stack": (1.0, 0.85, 0.78, 0.76, 0.75, 0.5), "llama": (1.0, 0.95, 0.9, 0.5)}
 """Of the memory that the best program needs. With half of it nothing fits."""
 
 
@@ -324,9 +324,9 @@ def test_zero_3_is_chosen_because_memory_asks_for_it() -> None:
     model; with still less they are gathered again for the backward, one after the other."""
     p, found = problem("stack"), solutions("stack")
     assert not gathered_again(p.theory, p.free.program)
-    counts = [len(gathered_again(p.theory, found[part].program)) for part in (0.8, 0.75, 0.72)]
+    counts = [len(gathered_again(p.theory, found[part].program)) for part in (0.78, 0.76, 0.75)]
     assert 0 < counts[0] <= counts[1] <= counts[2] == 3, "the last layer's is needed at once"
-    for part in (0.8, 0.75, 0.72):
+    for part in (0.78, 0.76, 0.75):
         program = found[part].program
         assert all(is_sharded(form) for form in stored(p.theory, program).values())
         for parameter in gathered_again(p.theory, program):
@@ -372,7 +372,7 @@ def test_the_same_again() -> None:
     first, second = (
         replace(
             search_that_fits(
-                Searcher(search_space(p.theory, Constraints())), p.limited(0.75), p.lengths, Limits(), p.free
+                Searcher(search_space(p.theory, Constraints())), p.limited(0.76), p.lengths, Limits(), p.free
             ),
             seconds=0.0,
         )
@@ -384,13 +384,13 @@ def test_the_same_again() -> None:
 
 def test_only_devices_with_a_limit_count() -> None:
     p = problem("stack")
-    memory = [np.inf, 0.75 * p.peaks[1], np.inf, np.inf]
+    memory = [np.inf, 0.76 * p.peaks[1], np.inf, np.inf]
     model = CostModel(p.theory, with_memory(p.cluster, memory))
     assert capacities(model).tolist() == memory
     found = search_that_fits(p.searcher, model, p.lengths, Limits(), p.free)
     assert p.profile(found).peaks[1] <= memory[1]
     assert p.free.cost < found.cost
-    assert found.lower_bound <= solutions("stack")[0.75].cost, "which fits as well"
+    assert found.lower_bound <= solutions("stack")[0.76].cost, "which fits as well"
 
 
 def test_a_part_of_the_space() -> None:

@@ -90,7 +90,9 @@ class Turns:
 
     def apart(self, counts: Sequence[int]) -> Index | None:
         """Moments of turns that a device does not have which runs the loop so often, shape (moments, devices); None
-        where each has all of them."""
+        where each has all of them, or where turns are not told apart (in the order of the search)."""
+        if self.kinds == ("only",):
+            return None
         mine = [set(kinds_of((count,))) for count in counts]
         if all(len(kinds) == len(self.kinds) for kinds in mine):
             return None
