@@ -98,3 +98,27 @@ def test_other_prices_forget_what_was_too_low() -> None:
 def test_where_lines_cross() -> None:
     assert Scaled(0.0, 1.0, 8.0).crossing(Scaled(1.0, 3.0, 2.0)) == pytest.approx(1 / 3)
     assert math.isnan(Scaled(0.0, 1.0, 2.0).crossing(Scaled(1.0, 3.0, 2.0)))
+
+
+def test_ends_that_cost_the_same_but_for_what_a_search_may_miss_end_it() -> None:
+    """The search at the higher price has missed the cheaper program by a little: halving would go on."""
+    low, high = found(1.0, 1.0 + 0.5 * 2.0), found(2.0, 2.0 + 1.0 * 1.04)
+    exact, loose = Bracket(), Bracket(tolerance=0.05)
+    for bracket in (exact, loose):
+        bracket.factor = 0.5
+        bracket.take(low, fits=False)
+        bracket.factor = 1.0
+        bracket.take(high, fits=True)
+    assert not exact.over
+    assert loose.over
+
+
+def test_a_crossing_with_nothing_better_by_more_than_a_search_may_miss_ends_it() -> None:
+    for tolerance, over in ((0.0, False), (0.2, True)):
+        bracket = Bracket(tolerance=tolerance)
+        bracket.take(found(1.0, 9.0), fits=False)
+        bracket.take(found(9.0, 9.0 + bracket.factor * 2.0), fits=True)
+        factor = bracket.factor
+        assert factor == pytest.approx(4 / 3)
+        bracket.take(found(4.0, 1.0 + factor * 8.0 - 0.1), fits=False)
+        assert bracket.over == over

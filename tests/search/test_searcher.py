@@ -293,6 +293,18 @@ def test_a_search_that_was_stopped_leaves_nothing_behind() -> None:
     same(searcher.search(*at, LIMITS), Searcher(space).search(*at, LIMITS))
 
 
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.2])
+def test_a_tolerance_in_seconds_is_kept(part: float) -> None:
+    space = space_of("vgg19")
+    at = costs(space.theory), lengths(space.theory, SHARES[1])
+    best = Searcher(space).search(*at, LIMITS)
+    found = Searcher(space).search(*at, replace(LIMITS, tolerance=part * best.cost))
+    assert best.cost <= found.cost <= best.cost * (1 + part)
+    assert best.cost * (1 - part) - 1e-12 <= found.lower_bound <= best.cost
+    assert found.stop_reason == ("optimal" if found.gap == 0.0 else "tolerance")
+    assert (found.gap > 0.0) == (part > 0.0)
+
+
 # errors ------------------------------------------------------------------------------------------------------
 
 

@@ -78,9 +78,9 @@ def alternate(
     it are a further start, and a quick synthesis takes further ones only until something fits.
 
     ``worth``: seconds of a step by a candidate on other devices, which fits. A start whose best program without
-    regard to memory takes longer than that, or than one that fits from another start, is not searched at prices of
-    memory; the start that lacks least memory comes first therefore. Where the first programs that fit take much
-    longer than ``worth``, there are no further rounds.
+    regard to memory takes longer than that, or than one that fits from another start, at the best ratios too, is
+    not searched at prices of memory; the start that lacks least memory comes first therefore. Where the first
+    programs that fit take much longer than ``worth``, there are no further rounds.
     """
     return _Alternation(ctx, costs, active, within, worth).run(starts)
 
@@ -190,7 +190,7 @@ class _Alternation:
             rounds.lacking = nearest(rounds.lacking, error_of(ctx, short))
             return None
         best = self._best()
-        if best is not None and short.seconds >= best:
+        if best is not None and self._least(short) >= best:
             return None
         # Where others fit already, a few searches tell enough.
         quick = ctx.quick or best is not None
@@ -213,6 +213,18 @@ class _Alternation:
             rounds.lacking = nearest(rounds.lacking, error_of(ctx, candidate))
         return candidate
 
+    def _least(self, candidate: Candidate) -> float:
+        """Seconds of a candidate's program at its ratios, or at the best ones without regard to memory."""
+        ctx, evaluator = self.ctx, candidate.evaluator
+        if self.costs.world == 1:
+            return candidate.seconds
+        with ctx.clock("balance"):
+            better = optimise(
+                ctx.theory, self.costs, evaluator.program, candidate.ratios, stages=evaluator.step.stages
+            )
+            lengths = lengths_for(ctx.theory.axes, better)
+            return min(candidate.seconds, evaluator.step.seconds(lengths))
+
     def _best(self) -> float | None:
         """The fewest seconds of a candidate that fits, here or on other devices; None where none does."""
         known = [c.seconds for c in self.rounds.candidates if c.fits]
@@ -224,7 +236,8 @@ class _Alternation:
         if not short or self.worth == math.inf:
             return False
         most = self.worth * (1 + self.ctx.thresholds.near_best)
-        return all(c.stages.lower_bound > most or c.seconds > most for c in self.rounds.candidates)
+        candidates = self.rounds.candidates
+        return bool(candidates) and all(c.stages.lower_bound > most or c.seconds > most for c in candidates)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,11 @@ Where prices outweigh all costs and higher ones give the same program again, sti
 A search that is like an earlier one starts from its prices (:mod:`hetspmd.search.earlier_prices`). Another one
 first tries prices that are the same wherever programs exceed the memory, scaled until a program just fits. Cutting
 planes are then for the bound, and decide where nothing fits at those. A quick search has no cutting planes: it
-ends where nothing fits at either prices, which is no proof that nothing does.
+ends where nothing fits at either prices, which is no proof that nothing does. Where what fits is faster than any
+other program that is known, prices are tilted and scaled further.
+
+No search at prices is exact: each may miss the best program there by a thousandth of a step's seconds
+(:data:`hetspmd.search.relaxation.TOLERANCE`), by which its bound is lower.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ SCALINGS = 12
 """At most so many searches at tilted prices (:mod:`hetspmd.search.price_scaling`)."""
 
 ESTIMATED_SCALINGS = 6
-"""The same with estimates, from the prices at which the best program was found, if any."""
+"""The same with estimates, from the prices at which the best program was found, if any, and in a quick search for a
+program that is faster than what is known."""
 
 RESTARTS = 4
 """How often memory that has no price gets one while prices are scaled."""
@@ -214,7 +219,7 @@ class _Lagrangian(Relaxation):
         if (near or self._at_uniform_prices(quick=True)) and not (self.close(FAIR) or self.narrow(NARROW)):
             assert self.best is not None
             if self.best.cost < self.worth:
-                self._tilted(estimated=False)
+                self._tilted(estimated=False, most=ESTIMATED_SCALINGS)
 
     def _at_prices(self, prices: dict[Place, float]) -> None:
         """Search at these prices, if there are any: without, the best program is known."""
@@ -317,14 +322,14 @@ class _Lagrangian(Relaxation):
                 break
         return True
 
-    def _tilted(self, *, estimated: bool) -> bool:
-        """Scale the prices at which L is highest, tilted, until a program just fits. With estimates, places that a
-        program exceeds are priced like the others. Whether no scale between gives another program, and memory that
+    def _tilted(self, *, estimated: bool, most: int = SCALINGS) -> bool:
+        """Scale the prices at which L is highest, tilted, until a program just fits, at most so often. With
+        estimates, places that a program exceeds are priced like the others. Whether no scale between gives another program, and memory that
         has no price is not what the cheaper ones lack."""
         prices = dict(self.won[0] if estimated and self.won is not None else self.top)
         bracket = Bracket(cheapest=self.without_prices(prices), tolerance=self.tolerance)
         restarts = 0
-        most = ESTIMATED_SCALINGS if estimated and self.won is not None else SCALINGS
+        most = ESTIMATED_SCALINGS if estimated and self.won is not None else most
         for _ in range(most if prices else 0):
             factor = bracket.factor
             fits = self.search({p: factor * price for p, price in prices.items()}, TILT, estimated)

@@ -203,6 +203,33 @@ proptest! {
     }
 
     #[test]
+    fn with_a_tolerance_nothing_is_better_by_more(
+        problem in problems(4),
+        rounds in prop::collection::vec((prop::collection::vec(0..30i64, 40), 0..40i64, any::<bool>()), 1..5),
+    ) {
+        let mut searcher = Searcher::new(problem).unwrap();
+        let mut before: Option<Assignment> = None;
+        for (costs, tolerance, large) in rounds {
+            let next = costs.iter().cycle().map(|cost| if large { (cost << 20) + 7 * cost } else { *cost });
+            let tolerance = if large { tolerance << 20 } else { tolerance };
+            set_costs(&mut searcher, next);
+            let present = searcher.problem().clone();
+            let Some((least, _)) = brute_force(&present) else { break };
+            let mut tick = |_: &_| true;
+            let asked = Asked { incumbent: before.as_ref(), tolerance, ..Asked::default() };
+            let found = searcher.solve(Limits::default(), asked, &mut tick).unwrap();
+            let cost = found.cost.unwrap();
+            prop_assert!(cost <= least + tolerance);
+            prop_assert!(found.lower_bound <= least && cost - found.lower_bound <= tolerance);
+            let met = cost == found.lower_bound;
+            prop_assert_eq!(found.stop_reason, if met { StopReason::Optimal } else { StopReason::Tolerance });
+            let program = Assignment { rows: found.rows, moves: found.moves };
+            prop_assert_eq!(verify(&present, &program), Ok(cost));
+            before = Some(program);
+        }
+    }
+
+    #[test]
     fn nothing_beats_an_optimal_incumbent(problem in problems(5)) {
         let first = solve(&problem);
         if first.stop_reason == StopReason::Optimal {
