@@ -324,8 +324,8 @@ class _Lagrangian(Relaxation):
 
     def _tilted(self, *, estimated: bool, most: int = SCALINGS) -> bool:
         """Scale the prices at which L is highest, tilted, until a program just fits, at most so often. With
-        estimates, places that a program exceeds are priced like the others. Whether no scale between gives another program, and memory that
-        has no price is not what the cheaper ones lack."""
+        estimates, places that a program exceeds are priced like the others. Whether no scale between gives another
+        program, and memory that has no price is not what the cheaper ones lack."""
         prices = dict(self.won[0] if estimated and self.won is not None else self.top)
         bracket = Bracket(cheapest=self.without_prices(prices), tolerance=self.tolerance)
         restarts = 0
