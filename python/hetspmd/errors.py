@@ -258,6 +258,9 @@ class MemoryBoundError(MemoryLimitError):
             other = f" Even with micro_batches={count} at least {_size(total)} are needed."
         else:
             other = ""
+        # Fewer activations help only where all the rest has room.
+        fewer = ("compute activations again (recompute='auto')", "take a smaller batch")
+        helps = self.total - self.parts.get("activations", 0) <= room
         super().__init__(
             lacking,
             [name for name, _ in devices],
@@ -265,8 +268,7 @@ class MemoryBoundError(MemoryLimitError):
             f"no program fits the devices: any holds at least {_size(self.total)} on all of them together "
             f"({held}), and they have {_size(room)}.{other}",
             (
-                "compute activations again (recompute='auto')",
-                "take a smaller batch",
+                *(fewer if helps else ()),
                 f"add devices or memory for {_size(missing)}",
                 "loosen constraints",
                 "correct `memory` in the cluster description",

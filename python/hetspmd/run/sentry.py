@@ -22,6 +22,7 @@ from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import FULL, divided, marked
+from hetspmd.trace.host.stand_ins import InPlaceOf
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class _StateHook(_Hook):
         )
 
 
-class _CallHook(_Hook):
+class _CallHook(_Hook, InPlaceOf):
     """In front of a call, and in the place of ``forward``, whose signature it keeps."""
 
     def __init__(self, post: Post, forward: Callable[..., Any]) -> None:
@@ -113,7 +114,7 @@ class _BeforeCall(_Hook):
         self._call.refuse()
 
 
-class _Apply(_Hook):
+class _Apply(_Hook, InPlaceOf):
     """In the place of ``apply``."""
 
     def __call__(self, function: Callable[[nn.Module], None]) -> nn.Module:
@@ -219,7 +220,8 @@ class Sentry:
         finally:
             self.stand()
 
-    def _put(self, module: nn.Module, name: str, value: object) -> None:
+    def _put(self, module: nn.Module, name: str, value: InPlaceOf) -> None:
+        value.before = getattr(module, name)
         self._set.append((module, name, value, module.__dict__.get(name)))
         module.__dict__[name] = value
 

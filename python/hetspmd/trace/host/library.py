@@ -19,8 +19,9 @@ from hetspmd.trace.host.places import Path, Roots, is_found
 from hetspmd.trace.host.replaced import is_users
 from hetspmd.trace.host.steps import FUNCTIONS
 
-_UNLIKE: Final = ("hetspmd", "torch.version", "platform")
-"""Modules whose variables nobody replaces, or that tell what a rank's machine is."""
+_UNLIKE: Final = ("hetspmd", "torch.version", "torch.ops", "platform")
+"""Modules whose variables nobody replaces (torch.ops makes its own when they are first read), or that tell what a
+rank's machine is."""
 _VALUES: Final = (BuiltinFunctionType, MethodType, int, float, bool, str)
 
 

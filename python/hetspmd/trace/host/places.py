@@ -21,6 +21,7 @@ from hetspmd.trace.host.members import is_slot
 from hetspmd.trace.host.plain import is_container, type_name
 from hetspmd.trace.host.replaced import functions_of
 from hetspmd.trace.host.settings import SETTINGS
+from hetspmd.trace.host.stand_ins import InPlaceOf
 from hetspmd.trace.host.steps import (
     ALL,
     CALLS,
@@ -220,9 +221,10 @@ def item(holder: Any, step: str) -> Any:
         return value() if holder.of is SETTINGS and value is not NOTHING else value
     if step.startswith("."):
         try:
-            return getattr(holder, step[1:], NOTHING)
+            value = getattr(holder, step[1:], NOTHING)
         except Exception:  # a property may raise anything
             return NOTHING
+        return value.before if isinstance(value, InPlaceOf) else value
     if step == ALL:
         return _extent(holder)
     if step.startswith(CALL):

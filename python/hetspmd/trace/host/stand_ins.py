@@ -24,6 +24,12 @@ Note = Callable[[str, FrameType], None]
 """Is told what was asked (``datetime.datetime.now``), and by which frame."""
 
 
+class InPlaceOf:
+    """Stands where ``before`` stood while somebody watches the place: who reads it is told what stood there."""
+
+    before: Any
+
+
 class StandIn:
     """Calls ``of``, and tells ``note`` of the arguments and the caller before. It has the name of ``of``."""
 
