@@ -14,4 +14,4 @@ def test_fewer_activations_are_advised_only_where_the_rest_has_room(activations:
     text = str(MemoryBoundError(parts, room, [("a", room)], micro_batches={}, enough=None))
     assert ("recompute='auto'" in text) == helps
     assert ("smaller batch" in text) == helps
-    assert "add devices or memory" in text
+    assert "dd devices or memory" in text
