@@ -98,9 +98,9 @@ class Thresholds:
     storage_rounds: int = 2
     """Rounds through all groups of parameters."""
 
-    changes_without_gain: int = 12
+    changes_without_gain: int = 20
     """Groups of parameters in a row whose storage is changed without a gain, in one way or in the other, until a
-    round ends: those of most bytes come first."""
+    round ends: those of most bytes come first. ResNet-50 on 64 devices gains 1 % after 17."""
 
     storage_round_gain: float = 0.01
     """The part that the first round through the groups must gain to be followed by another."""
