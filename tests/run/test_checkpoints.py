@@ -78,10 +78,10 @@ def to_the_end(m: Any, h: torch.Tensor) -> torch.Tensor:
 
     def region(h: torch.Tensor) -> torch.Tensor:
         with set_checkpoint_early_stop(True):
-            return checkpoint(normed(m), h.cos(), use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(normed(m), h.cos(), use_reentrant=False)  # type: ignore[no-any-return]  # torch says Any
 
     with set_checkpoint_early_stop(False):
-        return m.b(checkpoint(region, h, use_reentrant=False)).pow(2).mean()  # type: ignore[no-any-return]
+        return m.b(checkpoint(region, h, use_reentrant=False)).pow(2).mean()  # type: ignore[no-any-return]  # torch says Any
 
 
 CASES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {

@@ -29,7 +29,7 @@ def test_a_forward_on_a_module_stays_what_it_is(put: Callable[[nn.Module], Any],
     def made() -> nn.Module:
         model = Beside(base)
         for module in (model.up, model.down):
-            module.forward = put(module)  # type: ignore[method-assign]  # as users do
+            module.forward = put(module)  # type: ignore[method-assign]  # users put it there
         return model
 
     equal(made, steps=3, plans=1, zero=zero)
