@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hetspmd.cluster.collective_buffers import Carried, over_time
+from hetspmd.cluster.collective_buffers import Carried, HeldBytes, over_time
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.cost.level_costs import local_bytes
 from hetspmd.cost.liveness import Liveness, Move, Transit
@@ -127,7 +127,7 @@ def _transit(
     held_bytes = Counter[tuple[int, int]]()
     if not nbytes:
         return held_bytes
-    kind = KINDS[step.kind]
+    kind, ending = KINDS[step.kind], 0
     if kind.buffers is not None:
         form = step.source if is_sharded(step.source) else step.target
         carried = Carried(
@@ -139,18 +139,28 @@ def _transit(
             bucket=transit.shared,
             spare=spare,
         )
-        for first, end, held in over_time(kind.buffers(carried), start, wait, until):
-            held_bytes[first, end] += held.whole + (held.sharded * sharded + held.target * target) // nbytes
+        buffers = kind.buffers(carried)
+        for first, end, held in over_time(buffers, start, wait, until):
+            held_bytes[first, end] += _bytes_of(held, nbytes, sharded, target)
+        if max(start, (until if buffers.early else wait) - 1) == start:
+            ending = _bytes_of(buffers.end, nbytes, sharded, target)
     if isinstance(step, Across) and layout.accelerators[machine] > 1:
         if step.collected != REPLICATE:
             copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
             collected = local_bytes(layout, (step.tensor, step.source, REPLICATE), machine)
-            held_bytes[start, start + 1] += copies * collected
+            # It is let go of before a result is made, at whichever of the two more is held.
+            held_bytes[start, start + 1] += max(copies * collected - ending, 0)
         if is_sharded(step.handed_out):
             result = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
             held_bytes[start, wait + 1] += result
             held_bytes[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
     return held_bytes
+
+
+def _bytes_of(held: HeldBytes, nbytes: int, sharded: int, target: int) -> int:
+    """What the first accelerator of a machine holds of it, of a tensor of so many bytes of which it has these of the
+    sharded end and of the target."""
+    return held.whole + (held.sharded * sharded + held.target * target) // nbytes
 
 
 def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:
