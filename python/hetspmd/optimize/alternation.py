@@ -214,10 +214,9 @@ class _Alternation:
         return candidate
 
     def _least(self, candidate: Candidate) -> float:
-        """Seconds of a candidate's program at its ratios, or at the best ones without regard to memory. Segments
-        start from the best ratios of one segment."""
+        """Seconds of a candidate's program at its ratios, or at the best ones without regard to memory."""
         ctx, evaluator = self.ctx, candidate.evaluator
-        if self.costs.world == 1 or ctx.theory.axes.segments > 1:
+        if self.costs.world == 1:
             return candidate.seconds
         with ctx.clock("balance"):
             better = optimise(
@@ -233,15 +232,12 @@ class _Alternation:
         return min(known, default=None)
 
     def _hopeless(self, *, short: bool) -> bool:
-        """Whether memory is short here, and what fits takes much longer than what fits elsewhere. Segments at whose
-        first start nothing fits are given up: the best of one segment would fit in them."""
+        """Whether memory is short here, and what fits takes much longer than what fits on other devices."""
         if not short or self.worth == math.inf:
             return False
         most = self.worth * (1 + self.ctx.thresholds.near_best)
         candidates = self.rounds.candidates
-        if not candidates:
-            return self.ctx.theory.axes.segments > 1
-        return all(c.stages.lower_bound > most or c.seconds > most for c in candidates)
+        return bool(candidates) and all(c.stages.lower_bound > most or c.seconds > most for c in candidates)
 
 
 @dataclass(frozen=True)
