@@ -158,8 +158,8 @@ def _transit(
 
 
 def _bytes_of(held: HeldBytes, nbytes: int, sharded: int, target: int) -> int:
-    """What the first accelerator of a machine holds of it, of a tensor of so many bytes of which it has these of the
-    sharded end and of the target."""
+    """What the first accelerator of a machine holds of it: of a tensor of so many bytes it has these of the sharded
+    end and of the target."""
     return held.whole + (held.sharded * sharded + held.target * target) // nbytes
 
 

@@ -17,7 +17,6 @@ The best pair wins, so a plan is never worse than with one segment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -83,8 +82,7 @@ def in_segments(
         inside = _cut(ctx, cut, constraints(cut))
         starts = _starts(ctx, one.best.ratios, apart, cut.axes.segments)
         # What hides communication does so with one segment as well: the rounds must tell the gain.
-        known = (one.rounds, one.best.seconds) if segments == "auto" else (None, math.inf)
-        other = synthesize_on(inside, active, starts, *known)
+        other = synthesize_on(inside, active, starts, one.rounds if segments == "auto" else None)
         if other is None:
             if segments == "auto" and one.rounds is not None:
                 break

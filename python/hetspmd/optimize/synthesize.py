@@ -176,13 +176,11 @@ def synthesize_on(
     active: tuple[int, ...],
     starts: Sequence[tuple[str, Matrix]],
     before: RoundSeconds | None = None,
-    worth: float = math.inf,
 ) -> Outcome | None:
     """The best candidate from these starts on the devices ``active``, without baselines; None if none found fits,
-    or if the rounds from the starts gain nothing on those ``before`` and memory decided in neither. ``worth``: as
-    for :func:`hetspmd.optimize.alternation.alternate`."""
+    or if the rounds from the starts gain nothing on those ``before`` and memory decided in neither."""
     costs = ctx.costs(active)
-    rounds = alternate(ctx, costs, active, starts, worth=worth)
+    rounds = alternate(ctx, costs, active, starts)
     tried = list(rounds.candidates)
     best = best_of(ctx, tried)
     own = RoundSeconds.of(rounds)
