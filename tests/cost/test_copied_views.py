@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Set
+
 import pytest
 import torch
 from torch import nn
@@ -14,8 +17,9 @@ from hetspmd.trace.values import torch_dtype
 from workbench import CPU, traced
 
 
-def copies(theory: Theory) -> set[int]:
-    """The instructions whose rule says that they make views, but that make tensors with memory of their own."""
+def copies(theory: Theory, delivered: Set[int] = frozenset()) -> set[int]:
+    """The instructions whose rule says that they make views, but that make tensors with memory of their own.
+    ``delivered``: tensors that are read as a collective delivers them."""
     graph, found = theory.graph, set[int]()
     values = {c.tensor: constant_value(graph, c, CPU) for c in graph.constants}
     for instruction in graph.instructions:
@@ -31,7 +35,10 @@ def copies(theory: Theory) -> set[int]:
                 values[t].untyped_storage().data_ptr() for t in instruction.inputs
             }:
                 found.add(instruction.id)
-        values.update({t: v for t, v in zip(instruction.outputs, made, strict=True) if t >= 0})
+        read = [
+            v.contiguous() if t in delivered else v for t, v in zip(instruction.outputs, made, strict=True)
+        ]
+        values.update({t: v for t, v in zip(instruction.outputs, read, strict=True) if t >= 0})
     return found
 
 
@@ -57,3 +64,28 @@ def test_attention_of_torch(batch_first: bool) -> None:
 def test_models_of_the_zoo(name: str) -> None:
     theory = traced(name).theory
     assert copied_views(theory) == copies(theory)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "lstm", "nn-transformer"])
+def test_what_collectives_deliver_is_contiguous(name: str) -> None:
+    """Of some tensors that are not contiguous on a single device: reshapes behind them copy, or no longer do."""
+    theory, draw = traced(name).theory, random.Random(name)
+    strided = strided_tensors(theory)
+    different = 0
+    for size in (1, 1, 1, 1, 3, len(strided) // 2, len(strided)):
+        delivered = set(draw.sample(strided, min(size, len(strided))))
+        assert copied_views(theory, delivered) == copies(theory, delivered)
+        different += copied_views(theory, delivered) != copied_views(theory)
+    assert different
+
+
+def test_what_is_contiguous_anyway_changes_nothing() -> None:
+    theory = traced("bert").theory
+    others = {t.id for t in theory.graph.tensors} - set(strided_tensors(theory))
+    assert copied_views(theory, others) is copied_views(theory)
+
+
+def strided_tensors(theory: Theory) -> list[int]:
+    """The tensors that are not contiguous on a single device."""
+    copied_views(theory)
+    return sorted(vars(theory)["_laid"].strided)

@@ -3,12 +3,13 @@
 A transposed tensor that is flattened across the transposed dims is a copy, with bytes of its own, and so is an
 expanded one. The strides are those of the single-device program: each op runs once on tensors without memory, of
 the strides that it would be given. Slices of dims have strides in the same order, so that what is a view there is
-one on every device.
+one on every device. What a collective delivers is contiguous, whatever it was before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,32 +24,52 @@ Strides = tuple[int, ...]
 _META = torch.device("meta")
 
 
-def copied_views(theory: Theory) -> frozenset[int]:
-    """The instructions that make no view, though their rule says so: reshapes of what lies in memory otherwise."""
-    kept: frozenset[int] | None = vars(theory).get("_copied_views")
-    if kept is None:
-        kept = vars(theory)["_copied_views"] = _copied(theory)
-    return kept
+@dataclass
+class _Laid:
+    """How a theory's tensors lie in memory, kept with it.
+
+    strided  the tensors that are not contiguous on a single device
+    run      by an op's call and the strides that it is given, what :func:`_run` says
+    copied   the instructions that copy, by the tensors that collectives deliver of those
+    """
+
+    strided: frozenset[int] = frozenset()
+    run: dict[tuple[Any, ...], tuple[list[Strides | None], bool]] = field(default_factory=dict)
+    copied: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
 
 
-def _copied(theory: Theory) -> frozenset[int]:
+def copied_views(theory: Theory, delivered: Set[int] = frozenset()) -> frozenset[int]:
+    """The instructions that make no view, though their rule says so: reshapes of what lies in memory otherwise.
+    ``delivered``: tensors that collectives deliver."""
+    laid: _Laid | None = vars(theory).get("_laid")
+    if laid is None:
+        laid = vars(theory)["_laid"] = _Laid()
+        laid.copied[frozenset()], laid.strided = _copied(theory, laid, frozenset())
+    contiguous = laid.strided & delivered
+    if contiguous not in laid.copied:
+        laid.copied[contiguous], _ = _copied(theory, laid, contiguous)
+    return laid.copied[contiguous]
+
+
+def _copied(theory: Theory, laid: _Laid, contiguous: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """The instructions that copy, where these tensors are contiguous, and the tensors that are not."""
     graph, copied = theory.graph, set[int]()
     strides: dict[int, Strides | None] = {}
     """Of each tensor; None of one that is contiguous."""
-    known: dict[tuple[Any, ...], tuple[list[Strides | None], bool]] = {}
     with torch.no_grad():
         for instruction in graph.instructions:
             given = tuple([strides.get(t) for t in instruction.inputs])
             if instruction.is_source:
                 continue
             key = id(theory.calls[instruction.id]), given
-            if key not in known:
-                known[key] = _run(graph, instruction, dict(zip(instruction.inputs, given, strict=True)))
-            found, copies = known[key]
+            if key not in laid.run:
+                laid.run[key] = _run(graph, instruction, dict(zip(instruction.inputs, given, strict=True)))
+            found, copies = laid.run[key]
             strides.update(zip(instruction.outputs, found, strict=True))
+            strides.update((t, None) for t in instruction.outputs if t in contiguous)
             if copies and theory.rules[instruction.id].alias:
                 copied.add(instruction.id)
-    return frozenset(copied)
+    return frozenset(copied), frozenset(t for t, own in strides.items() if own is not None)
 
 
 def _run(

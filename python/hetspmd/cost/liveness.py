@@ -6,7 +6,7 @@ what is read of it, a slice or a mask, may come from what is whole on a level (:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from hetspmd.cluster.collective_kinds import KINDS
@@ -56,13 +56,13 @@ class Sum:
     late: bool
 
 
-def aliases(theory: Theory) -> frozenset[int]:
-    """The instructions that make views (kept with the theory)."""
-    kept: frozenset[int] | None = vars(theory).get("_aliases")
-    if kept is None:
-        views = frozenset(i for i, rule in theory.rules.items() if rule.alias)
-        kept = vars(theory)["_aliases"] = views - copied_views(theory)
-    return kept
+def aliases(theory: Theory, delivered: Set[int] = frozenset()) -> frozenset[int]:
+    """The instructions that make views; ``delivered``: tensors that collectives deliver (kept with the theory)."""
+    kept: dict[frozenset[int], frozenset[int]] = vars(theory).setdefault("_aliases", {})
+    copied = copied_views(theory, delivered)
+    if copied not in kept:
+        kept[copied] = frozenset(i for i, rule in theory.rules.items() if rule.alias) - copied
+    return kept[copied]
 
 
 def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
@@ -101,7 +101,7 @@ class Liveness:
         self._constants = {c.tensor for c in theory.graph.constants}
         self._steps = 0
         self._late = False
-        self._told, self._aliases = compute_keys(theory.graph), aliases(theory)
+        self._told = compute_keys(theory.graph)
 
     def hold(self, key: LevelKey, steps: int) -> None:
         """A value that is there from the beginning to the end, behind the last of so many ``steps``."""
@@ -130,7 +130,8 @@ class Liveness:
         whether it gives what it is given. What a source makes is there from the beginning to the end, and so is
         what is read of a constant."""
         self._steps = steps
-        told, graph, aliases = self._told, self.theory.graph, self._aliases
+        order, told, graph = list(order), self._told, self.theory.graph
+        views, strided = self._views(order)
         sources, values, started, slices = graph.sources, self._values, self._started, self._slices
         storage, last, sizes, side, born = self.storage, self.last, self.sizes, self.side, self.born
         read: tuple[LevelKey, ...]
@@ -160,7 +161,7 @@ class Liveness:
                 for key in made:
                     self.hold(key, steps)
                 continue
-            if instruction not in aliases:
+            if instruction not in views or (instruction in strided and base not in self.delivered):
                 base = None
             for key in made:
                 if key not in values:
@@ -170,6 +171,18 @@ class Liveness:
                     side.append(late)
                     born.append(at)
                     last.append(at)
+
+    def _views(
+        self, order: Iterable[tuple[Compute | Both | Transfer, bool, bool]]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """The instructions that make views, and those of them that do only of what a collective delivers."""
+        moved: Iterator[Transfer] = (
+            step
+            for step, _, nothing in order
+            if not (isinstance(step, (Compute, Both)) or nothing or self._alone)
+        )
+        views = aliases(self.theory, {target[0] for step in moved for _, target in carried(step)})
+        return views, views - aliases(self.theory)
 
     def leave(self, forward: Iterable[LevelKey], backward: Iterable[LevelKey], steps: int) -> None:
         """What the graphs leave behind is held to the end, and so is what no step waits for."""

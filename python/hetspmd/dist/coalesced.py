@@ -115,12 +115,15 @@ def start_all_gathers(
     comm.settle()
     packing = [_Packed.of(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     size, uneven = _laid_out(packing)
-    make = tensors[0].new_zeros if uneven else tensors[0].new_empty
-    mine = make(size)
+    packed = tensors[0].new_empty((comm.world, size))
+    # A rank's own part is sent from its place in what is gathered.
+    mine = packed[comm.rank]
+    if uneven:
+        mine.zero_()
     for tensor, packs in zip(tensors, packing, strict=True):
         packs.view(mine, tensor.shape[packs.dim]).copy_(tensor.movedim(packs.dim, 0))
-    packed = tensors[0].new_empty((comm.world, size))
     works = (comm.all_gather(packed.view(-1), mine),) if size else ()
+    del mine
 
     def finish() -> list[torch.Tensor]:
         return [

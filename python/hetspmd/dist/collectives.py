@@ -154,14 +154,14 @@ def start_all_gather(
         return start_grouped_broadcast(runtime, tensor, dim, extents)
     comm.settle()
     front = plain(tensor).movedim(dim, 0)
-    most, rest = max(extents), front.shape[1:]
-    if front.shape[0] == most:
-        buffer = front.contiguous()
-    else:
-        buffer = tensor.new_zeros((most, *rest))
-        buffer[: front.shape[0]] = front
-    gathered = tensor.new_empty((comm.world * most, *rest))
-    work = comm.all_gather(movable(gathered), movable(buffer))
+    most = max(extents)
+    gathered = tensor.new_empty((comm.world * most, *front.shape[1:]))
+    # A rank's own part is sent from its place in what is gathered.
+    own = gathered.narrow(0, comm.rank * most, most)
+    own[: front.shape[0]].copy_(front)
+    own[front.shape[0] :].zero_()
+    work = comm.all_gather(movable(gathered), movable(own))
+    del own
     even = min(extents) == most
 
     def finish() -> torch.Tensor:
