@@ -61,7 +61,8 @@ class MemoryProfile:
     """What is held while each step of a program runs, after the last, and while each parameter is updated:
     ``moments`` in all.
 
-    held         bytes, shape (moments, devices)
+    by_kind      bytes, shape (moments, kinds); devices of one kind have as much of everything
+    kind         of each device, shape (devices)
     whole        bytes of tensors that every device holds whole, shape (moments)
     cut          bytes, over all devices, of tensors that are sharded, by segment, shape (moments, segments)
     in_turn      the same of those of which a device holds the rows of a turn, of a micro-batch
@@ -70,7 +71,8 @@ class MemoryProfile:
     apart        moments of turns that a device does not have, shape (moments, devices); None where it has all
     """
 
-    held: Index
+    by_kind: Index
+    kind: Index
     whole: Index
     cut: Index
     in_turn: Index
@@ -79,9 +81,15 @@ class MemoryProfile:
     apart: Index | None = None
 
     @cached_property
+    def held(self) -> Index:
+        """Bytes that each device holds, shape (moments, devices)."""
+        held: Index = self.by_kind[:, self.kind]
+        return held
+
+    @cached_property
     def peaks(self) -> tuple[int, ...]:
         """The most bytes that each device holds."""
-        return tuple(int(b) for b in self.held.max(axis=0))
+        return tuple(self.by_kind.max(axis=0)[self.kind].tolist())
 
     def lacking(self, capacity: Array) -> Array:
         """Bytes that each device lacks, 0 where the program fits."""
@@ -90,11 +98,11 @@ class MemoryProfile:
 
     def peak_instruction(self, device: int) -> int:
         """The instruction during which a device holds the most."""
-        return int(self.instruction[int(self.held[:, device].argmax())])
+        return int(self.instruction[int(self.by_kind[:, self.kind[device]].argmax())])
 
     def during(self, instruction: int) -> Index:
         """The most bytes that each device holds while an instruction runs or, after it, until the next does."""
-        most: Index = self.held[self.instruction == instruction].max(axis=0)
+        most: Index = self.by_kind[self.instruction == instruction].max(axis=0)[self.kind]
         return most
 
     def largest_shares(self, capacity: Array) -> Array:
@@ -114,7 +122,8 @@ def each_its_own(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
     first = profiles[0]
     return replace(
         first,
-        held=np.stack([profile.held[:, device] for device, profile in enumerate(profiles)], axis=1),
+        by_kind=np.stack([p.by_kind[:, p.kind[device]] for device, p in enumerate(profiles)], axis=1),
+        kind=np.arange(len(profiles)),
         whole=np.min([profile.whole for profile in profiles], axis=0),
         cut=np.min([profile.cut for profile in profiles], axis=0),
     )
@@ -259,18 +268,21 @@ class Holdings:
             more = np.array(list(self._buffers_at(units, of, completed)), dtype=np.int64).reshape(-1, 5)
             held = [np.concatenate([one, more[:, c]]) for c, one in enumerate(held)]
         first, end, axis, amount, roles = held
-        local = units[axis] * (amount // of[axis])[:, None]
+        turns = (1,) * lengths.world if self._batches is None else self._batches.turns_of(lengths.world)
+        apart = self._turns.apart(turns)
+        one, kind = _kinds(units, turns)
+        local = units[:, one][axis] * (amount // of[axis])[:, None]
         segment = self._places.segments
         segments = self.theory.axes.segments
         parts = np.zeros((len(amount), 2 * segments + 1), dtype=np.int64)
         parts[np.arange(len(parts)), segment[axis]] = amount
         over = self._over_time(first, end, roles, np.concatenate([local, parts], axis=1))
-        each, over = over[:, : lengths.world], over[:, lengths.world :]
-        apart = None if self._batches is None else self._turns.apart(self._batches.turns_of(lengths.world))
+        each, over = over[:, : len(one)], over[:, len(one) :]
         if apart is not None:
-            each[apart] = 0
+            each[apart[:, one]] = 0
         return MemoryProfile(
             each,
+            kind,
             over[:, segments],
             over[:, :segments],
             over[:, segments + 1 :],
@@ -369,3 +381,13 @@ class Holdings:
             np.subtract.at(change, ends, held)
         totals: Index = change.cumsum(axis=0)[:moments]
         return totals
+
+
+def _kinds(units: Index, turns: Sequence[int]) -> tuple[list[int], Index]:
+    """The first device of each kind, of those that have as many units of everything and as many ``turns``, and the
+    kind of each device."""
+    first: dict[tuple[bytes, int], int] = {}
+    columns = zip(map(bytes, np.ascontiguousarray(units.T)), turns, strict=True)
+    alike = [first.setdefault(column, device) for device, column in enumerate(columns)]
+    one = list(first.values())
+    return one, np.searchsorted(one, alike)
