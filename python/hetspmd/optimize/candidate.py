@@ -215,7 +215,8 @@ def bounded(result: SearchResult, cost: float, whole: SearchResult) -> SearchRes
 
 def certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
     """The candidate with cost and bound of its own lengths, where its program was searched at others, or without a
-    bound."""
+    bound. A program that is found for the first time then, since the others were searched without one, is the
+    candidate if it is better."""
     if candidate.searched and candidate.result.lower_bound > 0.0:
         return candidate
     costs, lengths = ctx.costs(candidate.active), candidate.lengths
@@ -226,4 +227,8 @@ def certified(ctx: Synthesis, candidate: Candidate) -> Candidate:
         result = replace(result, stop_reason="memory")
     distance = candidate.evaluator.prefetch_distance
     evaluator = Evaluator(ctx, costs, result, candidate.active, lengths, candidate.reason, distance)
-    return Candidate(evaluator, candidate.ratios, lengths, candidate.reason)
+    proven = evaluator(candidate.ratios, lengths)
+    if candidate.result.stop_reason == "folded" and whole.cost < cost:
+        other = Evaluator(ctx, costs, whole, candidate.active, lengths, f"{candidate.reason}, unlike layers")
+        return best_of(ctx, [proven, other(candidate.ratios, lengths)]) or proven
+    return proven

@@ -80,6 +80,7 @@ def in_segments(
         with clock("rules"):
             cut = segmented(theory, places)
         inside = _cut(ctx, cut, constraints(cut))
+        inside.searcher.hard = ctx.searcher.hard
         starts = _starts(ctx, one.best.ratios, apart, cut.axes.segments)
         # What hides communication does so with one segment as well: the rounds must tell the gain.
         other = synthesize_on(inside, active, starts, one.rounds if segments == "auto" else None)

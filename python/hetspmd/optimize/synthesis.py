@@ -184,9 +184,9 @@ class Synthesis:
     ) -> SearchResult:
         """The best program at these lengths by additive costs (:meth:`hetspmd.search.search.Searcher.search`).
 
-        A quick synthesis takes alike layers alike (:mod:`hetspmd.search.folding`), and proves no bound, but where
-        the result is to be ``certain``. Raises InfeasibleError if there is none, SearchError if a limit struck
-        before the first was found.
+        A quick synthesis takes alike layers alike (:mod:`hetspmd.search.folding`), and so does one whose searches
+        are hard. They prove no bound, but where the result is to be ``certain``. Raises InfeasibleError if there is
+        none, SearchError if a limit struck before the first was found.
         """
 
         def found(*, folded: bool = False) -> SearchResult:
@@ -195,7 +195,7 @@ class Synthesis:
             )
 
         with self.clock("synth"):
-            if not certain and within is None and self.quick and self.searcher.folds:
+            if not certain and within is None and (self.quick or self.searcher.hard) and self.searcher.folds:
                 with suppress(InfeasibleError):
                     result = found(folded=True)
                     return replace(result, lower_bound=0.0, gap=1.0, stop_reason="folded")

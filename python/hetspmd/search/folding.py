@@ -24,17 +24,20 @@ RUNS: Final = 8
 does in whole runs."""
 
 LAYERS_OF_A_RUN: Final = 2
-"""Layers that each run must have: of fewer a search takes no less time."""
+"""Layers that each run must have: of fewer a search takes no less time. A list of fewer layers than runs of as many
+is folded into fewer runs, where that is asked for."""
 
 _Signature = tuple[object, ...]
 
 
-def alike_instructions(space: Space, runs: int = RUNS) -> npt.NDArray[np.int64] | None:
-    """For each instruction the one that stands for it; None where there are too few alike layers to fold."""
+def alike_instructions(space: Space, *, few: bool = False) -> npt.NDArray[np.int64] | None:
+    """For each instruction the one that stands for it; None where there are too few alike layers to fold. ``few``:
+    two will do."""
     own = np.arange(len(space.rows))
     found = False
     for layers in _alike_layers(space):
-        if len(layers) < LAYERS_OF_A_RUN * runs:
+        runs = min(RUNS, len(layers) // LAYERS_OF_A_RUN)
+        if runs < (1 if few else RUNS):
             continue
         found = True
         ends = [k * len(layers) // runs for k in range(runs + 1)]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from hetspmd.search.folding import alike_instructions
 from hetspmd.search.order import assemble_program
 from hetspmd.search.pricing import Priced, Prices, Pricing
 from hetspmd.search.space import Move, Space
+
+HARD: Final = 500
+"""Sweeps after which a search among all programs was a hard one: its bound is loose, as ResNet-50's is."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class Searcher:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._mask: tuple[tuple[tuple[int, ...], ...], npt.NDArray[np.uint8]] | None = None
+        self._folded: dict[bool, bool] = {}
+        self.hard = False
+        """Whether a search among all programs took long, so that those that prove nothing fold what they can."""
 
     @cached_property
     def pricing(self) -> Pricing:
@@ -79,14 +85,19 @@ class Searcher:
         """The prepared problem."""
         return _core.Searcher(self.space.structure())
 
-    @cached_property
+    @property
     def folds(self) -> bool:
-        """Whether the space has alike layers that can be folded."""
-        alike = alike_instructions(self.space)
-        if alike is None:
-            return False
-        self.core.fold(alike.astype("<i8").tobytes())
-        return True
+        """Whether the space has alike layers that are worth folding: many, or some where searches are hard."""
+        return self._folds(few=False) or (self.hard and self._folds(few=True))
+
+    def _folds(self, *, few: bool) -> bool:
+        """Whether the core knows alike layers, of which there may be ``few``."""
+        if few not in self._folded:
+            alike = alike_instructions(self.space, few=few)
+            self._folded[few] = alike is not None
+            if alike is not None:
+                self.core.fold(alike.astype("<i8").tobytes())
+        return self._folded[few]
 
     def problem(self, model: CostModel, lengths: Lengths, *, within: Space | None = None) -> str:
         """The self-contained problem text at ``lengths``."""
@@ -143,6 +154,7 @@ class Searcher:
             raise SearchError(
                 f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"
             )
+        self.hard = self.hard or (solution["sweeps"] >= HARD and not (folded or narrow))
         return self._result(solution, priced)
 
     def cost(self, result: SearchResult, model: CostModel, lengths: Lengths) -> float:
