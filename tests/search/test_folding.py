@@ -16,6 +16,7 @@ from hetspmd.cost.model import CostModel
 from hetspmd.errors import InfeasibleError, SearchError
 from hetspmd.program.lengths import lengths_for
 from hetspmd.rules.theory import Theory, derive
+from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
 from hetspmd.search.folding import RUNS, alike_instructions
 from hetspmd.search.search import Limits, Searcher
@@ -99,8 +100,18 @@ def test_layers_of_other_shapes_are_not_among_them() -> None:
     )
 
 
-def test_few_layers_are_not_folded() -> None:
-    assert alike_instructions(space_of(*stack(RUNS))[1]) is None
+@pytest.mark.parametrize(("layers", "largest"), [(4, 2), (5, 3), (7, 3), (RUNS, 2)])
+def test_few_layers_are_folded_only_where_that_is_asked_for(layers: int, largest: int) -> None:
+    """Then two layers and more are a run. The first of all is unlike the others: its input has no gradient."""
+    space = space_of(*stack(layers))[1]
+    assert alike_instructions(space) is None
+    alike = alike_instructions(space, few=True)
+    assert alike is not None
+    assert np.unique(alike, return_counts=True)[1].max() == largest
+
+
+def test_a_single_layer_is_never_folded() -> None:
+    assert alike_instructions(space_of(*stack(1))[1], few=True) is None
 
 
 def test_what_is_found_is_a_program_of_the_whole_space() -> None:
@@ -217,3 +228,67 @@ def test_micro_batches_of_any_number() -> None:
     )
     assert whole.cost.step_seconds <= plan.cost.step_seconds
     verify(model, example, limited, plan=plan, optimizers=("sgd",), tolerance=1e-9).require()
+
+
+@pytest.mark.parametrize("part", [None, 0.75])
+@pytest.mark.parametrize("layers", [4, 7])
+def test_where_searches_are_hard_few_layers_are_folded(
+    layers: int, part: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds and subsets prove nothing then; the plan has a bound of all programs, and is as fast."""
+    model, example = stack(layers)
+    cluster = devices(0.4, 0.2, 0.2, 0.2, flops=2e7)
+    if part is not None:
+        free = hetspmd.compile(model, example, cluster)
+        cluster = with_memory(cluster, [part * n for n in free.cost.memory_bytes])
+    easy = hetspmd.compile(model, example, cluster)
+    search, folds = Searcher.search, list[bool]()
+
+    def watched(self: Searcher, *args: object, folded: bool = False, **more: object) -> object:
+        folds.append(folded)
+        return search(self, *args, folded=folded, **more)
+
+    monkeypatch.setattr(Searcher, "search", watched)
+    monkeypatch.setattr("hetspmd.search.search.HARD", 0)
+    plan = hetspmd.compile(model, example, cluster)
+    assert folds[0] is False
+    assert any(folds)
+    assert len(plan.active) > 1
+    assert 0.0 < plan.search.lower_bound <= plan.search.cost
+    assert plan.search.stop_reason != "folded"
+    assert plan.cost.step_seconds <= 1.02 * easy.cost.step_seconds
+    verify(model, example, cluster, plan=plan, optimizers=("sgd",), tolerance=1e-9).require()
+    assert plan.digest == hetspmd.compile(model, example, cluster).digest
+
+
+def test_what_is_proven_at_the_end_is_taken_where_it_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last search may find a program whose alike layers differ, and which is faster than the folded one."""
+    model, example = stack(4)
+    cluster = devices(0.4, 0.2, 0.2, 0.2, flops=2e7)
+    easy = hetspmd.compile(model, example, cluster)
+    search = Searcher.search
+    poor = list[float]()
+
+    def watched(
+        self: Searcher,
+        costs: CostModel,
+        lengths: object,
+        limits: Limits,
+        *,
+        folded: bool = False,
+        **more: object,
+    ) -> object:
+        if not folded:
+            return search(self, costs, lengths, limits, **more)
+        # Whatever is folded is a program of tensor parallelism, which is far from the best here.
+        within = self.space.within(known.tensor_parallel(self.space.theory))
+        result = search(self, costs, lengths, limits, within=within)
+        poor.append(result.cost)
+        return result
+
+    monkeypatch.setattr(Searcher, "search", watched)
+    monkeypatch.setattr("hetspmd.search.search.HARD", 0)
+    plan = hetspmd.compile(model, example, cluster)
+    assert poor
+    assert min(poor) > 1.01 * easy.search.cost
+    assert plan.cost.step_seconds <= 1.02 * easy.cost.step_seconds
