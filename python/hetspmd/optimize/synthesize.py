@@ -140,7 +140,7 @@ def synthesize(
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
         raise _none_fits(lacking)
-    stored = [_with_storage(ctx, subset, best, tried) for subset in winners]
+    stored = _all_with_storage(ctx, winners, best, tried)
     best = best_of(ctx, stored) or best
     own = next(s.rounds for s, c in zip(winners, stored, strict=True) if c is best)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
@@ -191,7 +191,7 @@ def synthesize_on(
     more = overlap_variants(ctx, costs, active, best, rounds)
     tried += more
     best = best_of(ctx, [best, *more]) or best
-    best = _with_storage(ctx, _Subset(costs, best, rounds), best, tried)
+    best = _with_storage(ctx, _Subset(costs, best, rounds), best, tried, ctx.thresholds.near_best)
     return Outcome(
         best=certified(ctx, best),
         baselines={},
@@ -249,12 +249,29 @@ def _short(ctx: Synthesis, costs: CostModel, ranks: tuple[int, ...]) -> tuple[tu
     return tuple(zip(ranks, parts, strict=True)) if missing else ()
 
 
-def _with_storage(ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[Candidate]) -> Candidate:
-    """The subset's best candidate with its parameters' storage settled, where it could then be as good as ``best``.
-    What is tried for that is added to ``tried``."""
+def _all_with_storage(
+    ctx: Synthesis, subsets: Sequence[_Subset], best: Candidate, tried: list[Candidate]
+) -> list[Candidate]:
+    """:func:`_with_storage` of each subset, first of that of ``best``: what it gains tells how much others may."""
+    thresholds = ctx.thresholds
+    first = next(place for place, subset in enumerate(subsets) if subset.best is best)
+    settled = _with_storage(ctx, subsets[first], best, tried, thresholds.near_best)
+    gained = 1 - settled.seconds / best.seconds
+    near = min(max(thresholds.near_stored, 2 * gained), thresholds.near_best)
+    return [
+        settled if place == first else _with_storage(ctx, subset, best, tried, near)
+        for place, subset in enumerate(subsets)
+    ]
+
+
+def _with_storage(
+    ctx: Synthesis, subset: _Subset, best: Candidate, tried: list[Candidate], near: float
+) -> Candidate:
+    """The subset's best candidate with its parameters' storage settled, where it takes at most the part ``near``
+    longer than ``best``, and could then be as good. What is tried for that is added to ``tried``."""
     candidate = subset.best
-    near = best.seconds * (1 + ctx.thresholds.near_best)
-    if candidate.stages.lower_bound >= best.seconds or candidate.seconds > near:
+    most = best.seconds * (1 + near)
+    if candidate.stages.lower_bound >= best.seconds or candidate.seconds > most:
         return candidate
     stored, more = storage_variants(ctx, subset.costs, candidate)
     tried += more

@@ -53,6 +53,10 @@ class Thresholds:
     near_best: float = 0.1
     """A start whose best candidate takes at most this part longer than the best of all gets further candidates."""
 
+    near_stored: float = 0.02
+    """Devices whose best candidate takes at most this part longer than the best of all, or twice the part that
+    storage of parameters has gained that one, are worth tries of storage too."""
+
     prefetch_distances: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16)
     """How many gathers ahead parameters are fetched, beside one."""
 
