@@ -207,6 +207,28 @@ def test_memory_is_a_row_over_all_segments(seed: int) -> None:
     assert problem.seconds_within(found) <= grid * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_little_less_memory_is_sought_near_what_was_found(seed: int) -> None:
+    """No other devices have shares, and what is found is as good as what is found from nothing."""
+    dice = np.random.default_rng(seed)
+    theory = contrasting()
+    model = CostModel(theory, unlike(bandwidth=1e11))
+    program = best_program(theory, model, (0.5, 0.5))
+    profile = memory_profile(theory, program, lengths_for(theory.axes, (0.5, 0.5)))
+    even = Room.of(profile, np.full(2, np.inf)).held(np.full((2, 2), 0.5)).max(axis=0)
+    start = ((0.5, 0.5), (0.5, 0.5))
+    capacity = even * dice.uniform(1.05, 1.6)
+    first = optimise(theory, model, program, start, room=Room.of(profile, capacity))
+    room = Room.of(profile, capacity * [0.97, 1.0])
+    problem = Problem(Stages(model, program), room=room)
+    whole = problem.seconds_within(np.array(optimise(theory, model, program, start, room=room)))
+    near = np.array(optimise(theory, model, program, start, room=room, near=first))
+    assert room.fits(near)
+    assert problem.seconds_within(near) <= whole * (1 + 1e-6)
+    alone = optimise(theory, model, program, start, near=((0.0, 1.0), (0.0, 1.0)))
+    assert alone in (((0.0, 1.0), (0.0, 1.0)), start)  # the start stays where it is better
+
+
 def test_one_segment_is_a_special_case() -> None:
     for seed in range(4):
         theory = mlp(layers=2)

@@ -317,8 +317,9 @@ def with_best_ratios(
             most = profile.largest_shares(capacity)
         else:
             room = Room.of(profile, capacity)
+    better = ratios
     # Whole units may be more than the share that fits: then the device gets a smaller bound.
-    for _ in range(ctx.thresholds.memory_attempts):
+    for attempt in range(ctx.thresholds.memory_attempts):
         with ctx.clock("balance"):
             better = optimise(
                 ctx.theory,
@@ -328,6 +329,7 @@ def with_best_ratios(
                 most=most,
                 room=room,
                 stages=evaluator.step.stages,
+                near=better if attempt else None,
             )
             moved = lengths_for(ctx.theory.axes, better)
         if most is None and room is None:

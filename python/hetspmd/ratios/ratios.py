@@ -59,13 +59,15 @@ def optimise(
     most: Sequence[float] | Array | None = None,
     room: Room | None = None,
     stages: Stages | None = None,
+    near: Sequence[Sequence[float]] | None = None,
 ) -> Matrix:
     """argmin over B of t(Q, B) for a fixed program: the ratios of each segment, which sum to 1.
 
     ``start`` (default: proportional to speed) is returned where nothing beats it. ``most`` are upper bounds of the
     ratios, of every segment; where they leave no ratios that sum to 1, the start is returned. ``room`` bounds what
-    all segments hold together. ``stages``: of the program, if they are known. The same arguments give the same
-    ratios. Raises BalanceError if the solver fails, ValueError if the program is not of the theory.
+    all segments hold together. ``stages``: of the program, if they are known. ``near``: ratios that were found for
+    other bounds; no other devices are tried than have shares there, of a segment or of one that it is tied to. The
+    same arguments give the same ratios. Raises BalanceError if the solver fails, ValueError if the program is not of the theory.
     """
     if model.theory is not theory:
         raise ValueError("the cost model belongs to another theory")
@@ -82,7 +84,8 @@ def optimise(
     if np.minimum(np.maximum(bounds, 0.0), 1.0).sum() < 1.0:
         return _matrix(first)
     problem = Problem(Stages(model, program) if stages is None else stages, bounds, room)
-    return _matrix(_Search(problem, first).run())
+    search = _Search(problem, first)
+    return _matrix(search.run() if near is None else search.near(np.asarray(near, dtype=float) > 0))
 
 
 def _matrix(ratios: Array) -> Matrix:
@@ -138,6 +141,13 @@ class _Search:
         if several:
             if len(sets) <= THRESHOLDS.device_sets // problem.segments:
                 self._by_segment(sets)
+            self._tied()
+        return self.best
+
+    def near(self, present: Mask) -> Array:
+        """The best B found with shares on the devices ``present[s, j]``."""
+        self.on(present)
+        if self.problem.segments > 1:
             self._tied()
         return self.best
 
