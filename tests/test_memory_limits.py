@@ -155,7 +155,7 @@ def test_programs_are_judged_as_they_are_executed(monkeypatch: pytest.MonkeyPatc
         if not first:
             first.append(self.program)
         more = int(memory[0]) if self.program == first[0] else 0
-        return replace(profile, held=profile.held + more)
+        return replace(profile, by_kind=profile.by_kind + more)
 
     monkeypatch.setattr(Relaxation, "take", taken)
     monkeypatch.setattr(StepModel, "held", on_their_way)

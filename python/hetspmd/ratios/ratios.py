@@ -67,7 +67,8 @@ def optimise(
     ratios, of every segment; where they leave no ratios that sum to 1, the start is returned. ``room`` bounds what
     all segments hold together. ``stages``: of the program, if they are known. ``near``: ratios that were found for
     other bounds; no other devices are tried than have shares there, of a segment or of one that it is tied to. The
-    same arguments give the same ratios. Raises BalanceError if the solver fails, ValueError if the program is not of the theory.
+    same arguments give the same ratios. Raises BalanceError if the solver fails, ValueError if the program is not
+    of the theory.
     """
     if model.theory is not theory:
         raise ValueError("the cost model belongs to another theory")
@@ -146,8 +147,7 @@ class _Search:
 
     def near(self, present: Mask) -> Array:
         """The best B found with shares on the devices ``present[s, j]``."""
-        self.on(present)
-        if self.problem.segments > 1:
+        if self.on(present) and self.problem.segments > 1:
             self._tied()
         return self.best
 
