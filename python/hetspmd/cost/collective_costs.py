@@ -102,6 +102,7 @@ class Moves:
         self._step_forms: dict[tuple[int, Placement, Placement, Kind], MoveForm] = {}
         self._shares: _Shares | None = None
         self._table: _Table | None = None
+        self._last: tuple[Array, list[float], list[int]] | None = None
 
     def shares(self, lengths: Lengths) -> Array:
         """Fraction of each axis on each device, shape (axes + 1, n); the last row is 1: nothing is sharded.
@@ -290,19 +291,28 @@ class Moves:
         """Seconds of a linear form at given shares."""
         if form.axis is None:
             return form.constant
-        s = shares[form.axis]
         if form.moved and form.target_axis is not None:
-            return rebalance_seconds(form.constant, form.per_exchange, s, shares[form.target_axis])
-        seconds = form.constant + form.per_shard * np.count_nonzero(s) + form.per_largest * float(s.max())
+            source, target = shares[form.axis], shares[form.target_axis]
+            return rebalance_seconds(form.constant, form.per_exchange, source, target)
+        largest, filled = self._by_axis(shares)
+        seconds = form.constant + form.per_shard * filled[form.axis] + form.per_largest * largest[form.axis]
         if form.target_axis is not None:
-            seconds += form.per_exchange * exchanged(s, shares[form.target_axis])
-        return float(seconds)
+            seconds += form.per_exchange * exchanged(shares[form.axis], shares[form.target_axis])
+        return seconds
+
+    def _by_axis(self, shares: Array) -> tuple[list[float], list[int]]:
+        """The largest share of each axis, and how many are above 0; kept for the last shares that were given."""
+        last = self._last
+        if last is None or last[0] is not shares:
+            filled = np.count_nonzero(shares, axis=1).tolist()
+            self._last = last = shares, shares.max(axis=1).tolist(), filled
+        return last[1:]
 
     def form_latency(self, form: MoveForm, shares: Array) -> float:
         """The part of :meth:`form_seconds` in which links are idle."""
         if form.axis is None or not form.per_shard:
             return form.latency
-        return form.latency + form.per_shard * float(np.count_nonzero(shares[form.axis]))
+        return form.latency + form.per_shard * self._by_axis(shares)[1][form.axis]
 
     def _axis(self, tensor: int, form: Placement) -> int:
         axis = self.theory.axes.sharded(tensor, form)
