@@ -3,7 +3,8 @@
 *Where the maxima of a pooling lie.* Torch says for each maximum where it lies in its plane, in eight bytes. A byte
 is enough for where it lies in its window. Of an output at row ``i`` and column ``j``, element ``(a, b)`` of a
 window of ``k`` columns lies in row ``i s - p + a d`` and column ``j s - p + b d`` of the plane, of strides ``s``,
-paddings ``p`` and dilations ``d``; it is element ``a k + b`` of the window.
+paddings ``p`` and dilations ``d``; it is element ``a k + b`` of the window. Inductor has ops for that, whose bytes
+lie in the order in which it goes through memory; windows that it does not compute itself are counted in by ATen's.
 
 *Where a rectifier has cut.* The gradient of ``relu`` reads of its result only whether it is above the threshold.
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from hetspmd.lower.emit import DTYPE, SHAPE, item, take_saved
+from hetspmd.trace.compat.compilers import pooling_by_offsets
 from hetspmd.trace.values import torch_dtype
 
 aten = torch.ops.aten
@@ -25,6 +27,9 @@ aten = torch.ops.aten
 POOL = aten.max_pool2d_with_indices.default
 LARGEST = 127
 """The last element of a window that a byte can name."""
+
+LARGEST_OF_COMPILERS = 25
+"""Elements of a window, up to which inductor computes a pooling itself."""
 
 
 def reading_less(
@@ -114,6 +119,9 @@ def _through_windows(graph: fx.Graph, indices: fx.Node, device: torch.device) ->
     stride, padding, dilation = _pair(pool, 2, size), _pair(pool, 3, (0, 0)), _pair(pool, 4, (1, 1))
     width, (outer, inner) = pool.args[0].meta[SHAPE][-1], indices.meta[SHAPE][-2:]
 
+    if size[0] * size[1] <= LARGEST_OF_COMPILERS and (ops := pooling_by_offsets()):
+        return _by_offsets(graph, indices, ops, (size, stride, padding, dilation))
+
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return graph.call_function(op, args, kwargs)
 
@@ -142,4 +150,25 @@ def _through_windows(graph: fx.Graph, indices: fx.Node, device: torch.device) ->
         column = call(aten.add.Tensor, call(aten.mul.Tensor, right, dilation[1]), left)
         again = call(aten.add.Tensor, call(aten.mul.Tensor, row, width), column)
     again.meta.update({SHAPE: indices.meta[SHAPE], DTYPE: indices.meta[DTYPE]})
+    return again
+
+
+def _by_offsets(graph: fx.Graph, indices: fx.Node, ops: tuple[Any, Any], window: tuple[Any, ...]) -> fx.Node:
+    """The same by the compiler's own ops: the pooling gives the elements of windows in the order in which it goes
+    through memory."""
+    pool: Any = indices.args[0]
+    ceil = bool(pool.args[5]) if len(pool.args) > 5 else False
+    size, stride, padding, dilation = map(list, window)
+    with graph.inserting_before(pool):
+        both = graph.call_function(ops[0], (pool.args[0], size, stride, padding, dilation, ceil))
+        byte = graph.call_function(item, (both, 1))
+        byte.meta.update({SHAPE: indices.meta[SHAPE], DTYPE: "int8"})
+        plane = list(pool.args[0].meta[SHAPE][-2:])
+        again = graph.call_function(ops[1], (byte, size, plane, stride, padding, dilation))
+        again.meta.update(indices.meta)
+    pool.replace_all_uses_with(both, delete_user_cb=lambda user: user is not indices and user.args[1] == 0)
+    indices.replace_all_uses_with(again)
+    graph.erase_node(indices)
+    if not pool.users:
+        graph.erase_node(pool)
     return again

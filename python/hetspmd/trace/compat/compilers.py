@@ -55,6 +55,16 @@ def compiled_taking(
         return cast("Compiled", compiler(_of_a_list(graph), [list(values)]))
 
 
+def pooling_by_offsets() -> tuple[Any, Any] | None:
+    """The ops by which inductor computes a pooling whose indices a byte each will do for: the maxima of ``(x,
+    kernel_size, stride, padding, dilation, ceil_mode)`` with elements of windows, and from those, ``(offsets,
+    kernel_size, input_size, stride, padding, dilation)``, the indices. None where this torch has none."""
+    importlib.import_module("torch._inductor.inductor_prims")
+    names = "_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"
+    pool, indices = (getattr(torch.ops.prims, name, None) for name in names)
+    return None if pool is None or indices is None else (pool.default, indices.default)
+
+
 def _of_a_list(graph: fx.GraphModule) -> fx.GraphModule:
     """The graph, given its inputs as a list, of which torch knows that it may be emptied."""
     copy, values = fx.Graph(), dict[fx.Node, fx.Node]()
