@@ -16,9 +16,11 @@ from counted_ranks import counted_bytes
 
 from emulated.memory import LiveBytes
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.cost.machine_turn_memory import inside_bytes_in_turns
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import active_ranks
+from hetspmd.lower.lowering import turns_of
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.optimize.compiler import compile_plan, plan_for
 from hetspmd.optimize.in_micro_batches import in_micro_batches
@@ -26,7 +28,10 @@ from hetspmd.optimize.partition import partition, segmented
 from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import Inside
+from hetspmd.program.levels import Both, between
+from hetspmd.program.machine_turn_layout import MachineTurnLayout
 from hetspmd.program.micro_batches import micro_batches
+from hetspmd.program.program import Communicate
 from hetspmd.rules.theory import Theory, derive
 from hetspmd.run.module import HAP
 from hetspmd.run.shard_tensors import plain
@@ -251,6 +256,48 @@ def test_accelerators_of_machines_as_counted(name: str) -> None:
             break
         held = [min(pair) for pair in zip(held, counted(name, plan), strict=True)]
     assert close(plan.inside, held, accelerators), (plan.inside.memory_bytes, held)
+
+
+def prompt_peaks_of_machines(plan: Plan) -> tuple[int, ...]:
+    """What is predicted of machines in micro-batches where collectives between them end before the next op."""
+    assert plan.batches is not None
+    steps, layout = turns_of(plan, plan.batches)
+    assert isinstance(layout, MachineTurnLayout)
+    arrivals: dict[Communicate, int] = {}
+    waiting: list[Communicate] = []
+    for _, step in steps.together(("before", "in", "after")):
+        if isinstance(step, Both):
+            arrivals |= dict.fromkeys(waiting, step.instruction)
+            waiting = []
+        else:
+            waiting += [Communicate(m.tensor, m.kind, m.source, m.target) for m in between(step)]
+    return inside_bytes_in_turns(layout, steps, arrivals)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize(("count", "accelerators"), [(2, (2, 3)), (3, (1, 2)), (3, (4, 2))])
+def test_accelerators_of_machines_in_micro_batches_as_counted(
+    level: int, count: int, accelerators: tuple[int, ...]
+) -> None:
+    """At levels of ZeRO of the machines, with collectives before, in and after the loop, on prompt links."""
+    theory, batches = in_micro_batches(theory_of("GPT-2"), count)
+    assert batches is not None
+    batches = replace(batches, repeated=repeated_in(theory, batches, level))
+    devices = machines(*accelerators)
+    speeds = [k / (i + 1) for i, k in enumerate(accelerators)]
+    ratios = tuple(speed / sum(speeds) for speed in speeds)
+    plan = plan_for(theory, devices, known.zero(theory, level), ratios, batches=batches)
+    assert plan.inside is not None
+    inside = replace(plan.inside, memory_bytes=prompt_peaks_of_machines(plan))
+    assert all(a <= b for a, b in zip(inside.memory_bytes, plan.inside.memory_bytes, strict=True))
+    held = counted("GPT-2", plan)
+    for _ in range(AGAIN):
+        if close(inside, held, accelerators):
+            break
+        held = [min(pair) for pair in zip(held, counted("GPT-2", plan), strict=True)]
+    assert close(inside, held, accelerators), (inside.memory_bytes, held)
 
 
 def close(inside: Inside, held: list[int], accelerators: tuple[int, ...]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from machine_plans import machine_plan
+from machine_plans import busy_machines, machine_plan
 from program_builder import divided_in_the_loop
 from ranks import loss_of, on_ranks
 from small_models import Case, case
@@ -19,6 +19,7 @@ from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.plan.plan import Plan
 from hetspmd.program.micro_batches import in_own_turns
 from hetspmd.run.module import HAP
+from hetspmd.search import constraints as known
 
 
 def spoiled(batch: dict[str, torch.Tensor], plan: Plan, rank: int) -> dict[str, torch.Tensor]:
@@ -118,3 +119,16 @@ def test_merged() -> None:
 def test_accelerators_of_machines(seed: int) -> None:
     c = case("mlp")
     check(c, machine_plan(c, (2, 1, 2), seed))
+
+
+@pytest.mark.parametrize("kind", ["data parallel", "tensor parallel"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::hetspmd.errors.DroppedOutputWarning")
+def test_accelerators_of_machines_in_micro_batches(name: str, kind: str) -> None:
+    """An accelerator needs its rows of its machine's rows of each micro-batch."""
+    c = case(name, **({"dropout": 0.0} if name == "attention" else {}))
+    theory, batches = in_micro_batches(c.theory, 2)
+    asked = {"data parallel": known.data_parallel, "tensor parallel": known.tensor_parallel}[kind](theory)
+    plan = plan_for(theory, busy_machines(2, 3), asked, (0.5, 0.5), batches=batches)
+    assert plan.inside is not None
+    assert check(c, plan) > 0

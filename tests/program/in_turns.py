@@ -119,7 +119,7 @@ class _Run:
         if rule.random:
             first = instruction.outputs[0]
             region = self._region(first, row.post[0], turn) if is_sharded(row.post[0]) else None
-            drawn = localize_drawn(call, rule, Level(row, units), turn, world)
+            drawn = localize_drawn(call, rule, (Level(row, units),), turn, world)
             draw = Draw(instruction.id, self.graph.tensors[first].shape, region)
             return as_list(self._random(draw, drawn, read), len(instruction.outputs))
         return list(execute(localize(call, rule, row, turn, world, *units), read, CPU, 0))

@@ -1,4 +1,4 @@
-"""A step in micro-batches on all ranks, simulated, beside one device."""
+"""A step in micro-batches on all ranks, simulated, beside one device: devices, or accelerators of machines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import torch
 from torch import nn
 
 from hetspmd.dist.communicator import Communicator
+from hetspmd.dist.machine_levels import MachineRuntime
 from hetspmd.dist.runtime import Runtime
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower.turns import LocalTurns, lower_turns
 from hetspmd.placement import PARTIAL, is_sharded
 from hetspmd.program.layout import Region
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import RankPlace
-from hetspmd.program.levels import Key
+from hetspmd.program.level_layout import LevelKey, RankPlace
+from hetspmd.program.machine_turn_layout import MachineTurnLayout
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import Schedule
 from hetspmd.program.turn_layout import TurnLayout
-from hetspmd.program.turn_steps import turn_steps
+from hetspmd.program.turn_steps import TurnSteps, turn_steps
 from hetspmd.rules.theory import Theory
 from hetspmd.verify.comparison import largest_error
 from hetspmd.verify.reference import ReferenceResult
@@ -50,10 +51,39 @@ def error_in_turns(
         local = lower_turns(steps, layout, communicator.rank, CPU, turns)
         return _step(theory, local, Runtime(communicator, randomness(communicator.rank)), model, inputs)
 
-    graph = theory.graph
+    return _error(steps, layout, run_ranks(lengths.world, body), want)
+
+
+def error_of_machines(
+    steps: TurnSteps,
+    layout: MachineTurnLayout,
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    want: ReferenceResult,
+) -> float:
+    """The largest relative error of what any accelerator of machines has after one step."""
+    theory, counts = layout.theory, layout.of_machines
+    world, first = sum(counts), list(layout.first_ranks)
+    others = [rank for rank in range(world) if rank not in first]
+    machines = [list(range(start, start + count)) for start, count in zip(first, counts, strict=True)]
+
+    def body(communicator: Communicator) -> tuple[dict[str, torch.Tensor], dict[str, Pieces]]:
+        local = lower_turns(steps, layout, communicator.rank, CPU, range(layout.batches.count))
+        drawn = randomness(communicator.rank)
+        inside = communicator.split(machines)
+        across = communicator.split([part for part in (first, others) if part])
+        runtime = MachineRuntime(
+            communicator, drawn, inside=Runtime(inside, drawn), across=Runtime(across, drawn)
+        )
+        return _step(theory, local, runtime, model, inputs)
+
+    return _error(steps, layout, run_ranks(world, body), want)
+
+
+def _error(steps: TurnSteps, layout: TurnLayout, ranks: list[Any], want: ReferenceResult) -> float:
+    theory, graph = layout.theory, layout.graph
     whole = _expected(theory, want)
-    worst, pieces = 0.0, {}
-    ranks = run_ranks(lengths.world, body)
+    worst, pieces = 0.0, dict[str, Pieces]()
     for name in ranks[0][0]:
         if _key_of(steps, graph, name)[2] == PARTIAL:  # each rank has a summand
             total = torch.stack([values[name] for values, _ in ranks]).sum(0)
@@ -96,7 +126,7 @@ def _tensors(theory: Theory) -> list[Any]:
     return [o for o in theory.graph.outputs if o.tensor is not None]
 
 
-def _key_of(steps: Any, graph: Any, name: str) -> Key:
+def _key_of(steps: Any, graph: Any, name: str) -> LevelKey:
     if name == "loss":
         return steps.loss
     if name.startswith("output "):
@@ -117,7 +147,7 @@ def _step(
     whole = [parameters[p.name].detach() for p in graph.parameters]
     whole += [buffers[b.name] for b in graph.buffers] + [*inputs]
     for of, value in zip((*graph.parameters, *graph.buffers, *graph.inputs), whole, strict=True):
-        key = (of.tensor, 0, steps.stored.get(of.tensor, 0))
+        key = layout.given(of.tensor, steps.stored.get(of.tensor, 0))
         given.append(_slice(value, layout.regions(key, RankPlace(0, rank))))
     if graph.tangent is not None:
         meta = graph.tensors[graph.tangent]

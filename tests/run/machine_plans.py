@@ -40,6 +40,18 @@ def machines(*accelerators: int, memory: str = "1GiB", inside: str = "1TB/s") ->
     return Cluster.load({"devices": entries, "network": network})
 
 
+def busy_machines(*accelerators: int, memory: str = "1GiB") -> Cluster:
+    """Slow machines with these numbers of accelerators, each faster than the one before, on a fast network, so that
+    all of them have work."""
+    entries: list[dict[str, Any]] = []
+    for i, count in enumerate(accelerators):
+        entry: dict[str, Any] = {"name": f"n{i}", "flops": 1e6 * (i + 1), "memory": memory, "launch": 1e-9}
+        if count > 1:
+            entry |= {"accelerators": count, "inside": {"bandwidth": "1TB/s", "latency": "1ns"}}
+        entries.append(entry)
+    return Cluster.load({"devices": entries, "network": {"bandwidth": "100GB/s", "latency": "1ns"}})
+
+
 def machine_plan(
     case: Case, accelerators: tuple[int, ...], seed: int, active: tuple[int, ...] | None = None
 ) -> Plan:

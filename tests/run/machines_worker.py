@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine_plans import machine_plan, machines
+from machine_plans import busy_machines, machine_plan, machines
 from ranks import loss_of
 from small_models import Case, case
 
 import hetspmd
 from hetspmd.dist.random import Randomness
+from hetspmd.errors import DroppedOutputWarning
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 
 
 def plans(accelerators: tuple[int, ...]) -> list[tuple[Case, Plan]]:
-    """The same in every process: random ones, and one of the last machine alone."""
+    """The same in every process: random ones, one of the last machine alone, and some in micro-batches."""
     cases = {name: case(name) for name in ("mlp", "conv", "attention")}
     found = [(c, machine_plan(c, accelerators, seed)) for seed, c in enumerate(cases.values(), 1)]
     last = (len(accelerators) - 1,)
-    return [*found, (cases["mlp"], machine_plan(cases["mlp"], accelerators, 4, last))]
+    found.append((cases["mlp"], machine_plan(cases["mlp"], accelerators, 4, last)))
+    return [
+        *found,
+        *((cases[name], in_micro_batches(cases[name], accelerators)) for name in ("mlp", "attention")),
+    ]
+
+
+def in_micro_batches(c: Case, accelerators: tuple[int, ...]) -> Plan:
+    """A plan of three levels, with collectives in the loop."""
+    cluster = busy_machines(*accelerators)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DroppedOutputWarning)
+        return hetspmd.compile(c.model, c.batch, cluster, machines="virtual", micro_batches=2)
 
 
 def train(c: Case, plan: Plan, communicator: Any = None) -> dict[str, Any]:

@@ -261,7 +261,6 @@ def test_bad_input_is_named() -> None:
     tells(OptionError, "micro_batches=True: give", micro_batches=True)
     tells(OptionError, r"micro_batches='4'", micro_batches="4")
     tells(MicroBatchError, "micro_batches=10: the batch has 9 samples", micro_batches=10)
-    tells(OptionError, "machines='flat'", machines="virtual")
     tells(MicroBatchError, "in norm needs div.* of the whole batch", Model(norm=nn.BatchNorm1d(16)))
 
 

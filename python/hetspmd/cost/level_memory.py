@@ -19,7 +19,7 @@ from hetspmd.cost.level_costs import local_bytes
 from hetspmd.cost.liveness import Liveness, Move, Transit
 from hetspmd.cost.memory import OPTIMIZER_BYTES, TEMPORARIES
 from hetspmd.placement import REPLICATE, is_sharded, sharded_dim
-from hetspmd.program.level_layout import LevelKey, LevelLayout
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import (
     Across,
     Both,
@@ -48,9 +48,10 @@ def inside_bytes(
     steps, live = len(order), _liveness(layout, nested)
     spare = live.give_memory()
 
+    sizes = MachineBytes(layout)
+
     def local(key: LevelKey) -> list[int]:
-        tensor, outer, inner = key
-        return [local_bytes(layout, (tensor, outer, inner), machine) for machine in machines]
+        return [sizes.of(key, machine) for machine in machines]
 
     held = [
         (live.born[v], live.last[v] + 1, local(key))
@@ -61,7 +62,7 @@ def inside_bytes(
     for transit in live.transits:
         until = min(transit.wait, _arrival(transit.step, arrivals or {}, running, steps))
         for_machines = [
-            dict(_transit(layout, transit, until, machine, spare=id(transit.step) in spare))
+            dict(in_transit(sizes, transit, until, machine, spare=id(transit.step) in spare))
             for machine in machines
         ]
         held += [
@@ -85,6 +86,23 @@ def inside_bytes(
     ]
     state = sum((nbytes // size * optimizer_bytes for nbytes, size in trained), np.zeros_like(most))
     return tuple(int(b) for b in np.max([most, *updating], axis=0) + state)
+
+
+class MachineBytes:
+    """The bytes of values, ``(tensor, form on machines, form inside)``, on the first accelerator of each machine,
+    of which there are so many ``accelerators``."""
+
+    def __init__(self, layout: LevelLayout) -> None:
+        self.layout, self.graph = layout, layout.graph
+        self.accelerators = layout.accelerators
+
+    def of(self, key: LevelKey, machine: int) -> int:
+        """Those of a value."""
+        return local_bytes(self.layout, key, RankPlace(machine))
+
+    def whole(self, tensor: int) -> int:
+        """Those of all of a tensor, as a collective carries it."""
+        return self.graph.tensors[tensor].nbytes
 
 
 def _liveness(layout: LevelLayout, nested: Nested) -> Liveness:
@@ -117,13 +135,13 @@ def _arrival(step: Move, arrivals: Mapping[Communicate, int], running: Mapping[i
     return steps if instruction is None else running.get(instruction, steps)
 
 
-def _transit(
-    layout: LevelLayout, transit: Transit, until: int, machine: int, *, spare: bool
+def in_transit(
+    sizes: MachineBytes, transit: Transit, until: int, machine: int, *, spare: bool
 ) -> Counter[tuple[int, int]]:
     """What the first accelerator of a machine holds for a collective, besides its operand and its result: bytes by
     the first step and the step behind the last. It has completed before step ``until``."""
     step, start, wait = transit.step, transit.start, transit.wait
-    nbytes, sharded, target, several = _carried(layout, step, machine)
+    nbytes, sharded, target, several = _carried(sizes, step, machine)
     held_bytes = Counter[tuple[int, int]]()
     if not nbytes:
         return held_bytes
@@ -131,9 +149,9 @@ def _transit(
     if kind.buffers is not None:
         form = step.source if is_sharded(step.source) else step.target
         carried = Carried(
-            world=len(layout.accelerators) if isinstance(step, Across) else layout.accelerators[machine],
+            world=len(sizes.accelerators) if isinstance(step, Across) else sizes.accelerators[machine],
             nbytes=nbytes,
-            largest=_largest(layout, step, machine),
+            largest=_largest(sizes, step, machine),
             several=several,
             moved=is_sharded(form) and sharded_dim(form) != 0,
             bucket=transit.shared,
@@ -144,14 +162,14 @@ def _transit(
             held_bytes[first, end] += _bytes_of(held, nbytes, sharded, target)
         if max(start, (until if buffers.early else wait) - 1) == start:
             ending = _bytes_of(buffers.end, nbytes, sharded, target)
-    if isinstance(step, Across) and layout.accelerators[machine] > 1:
+    if isinstance(step, Across) and sizes.accelerators[machine] > 1:
         if step.collected != REPLICATE:
             copies = 2 if is_sharded(step.collected) and sharded_dim(step.collected) else 1
-            collected = local_bytes(layout, (step.tensor, step.source, REPLICATE), machine)
+            collected = sizes.of((step.tensor, step.source, REPLICATE), machine)
             # It is let go of before a result is made, at whichever of the two more is held.
             held_bytes[start, start + 1] += max(copies * collected - ending, 0)
         if is_sharded(step.handed_out):
-            result = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
+            result = sizes.of((step.tensor, step.target, REPLICATE), machine)
             held_bytes[start, wait + 1] += result
             held_bytes[wait, wait + 1] += result if sharded_dim(step.handed_out) else 0
     return held_bytes
@@ -163,32 +181,27 @@ def _bytes_of(held: HeldBytes, nbytes: int, sharded: int, target: int) -> int:
     return held.whole + (held.sharded * sharded + held.target * target) // nbytes
 
 
-def _carried(layout: LevelLayout, step: Move, machine: int) -> tuple[int, int, int, bool]:
+def _carried(sizes: MachineBytes, step: Move, machine: int) -> tuple[int, int, int, bool]:
     """Of a collective: bytes of the whole that it is of, of the part along its sharded end and of the one along its
     target that the first accelerator of a machine has, and whether several have one."""
     form = step.source if is_sharded(step.source) else step.target
     if isinstance(step, Across):
-        parts = [
-            local_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators))
-        ]
-        target = local_bytes(layout, (step.tensor, step.target, REPLICATE), machine)
-        return layout.graph.tensors[step.tensor].nbytes, parts[machine], target, sum(map(bool, parts)) > 1
+        parts = [sizes.of((step.tensor, form, REPLICATE), m) for m in range(len(sizes.accelerators))]
+        target = sizes.of((step.tensor, step.target, REPLICATE), machine)
+        return sizes.whole(step.tensor), parts[machine], target, sum(map(bool, parts)) > 1
     assert isinstance(step, InsideCollective)
-    if layout.accelerators[machine] == 1:
+    if sizes.accelerators[machine] == 1:
         return 0, 0, 0, False
     whole, part, target = (
-        local_bytes(layout, (step.tensor, step.outer, each), machine)
-        for each in (REPLICATE, form, step.target)
+        sizes.of((step.tensor, step.outer, each), machine) for each in (REPLICATE, form, step.target)
     )
     return whole, part, target, part < whole
 
 
-def _largest(layout: LevelLayout, step: Move, machine: int) -> int:
+def _largest(sizes: MachineBytes, step: Move, machine: int) -> int:
     """Bytes of the largest part of what a collective is of."""
     form = step.source if is_sharded(step.source) else step.target
     if isinstance(step, Across):
-        return max(
-            local_bytes(layout, (step.tensor, form, REPLICATE), m) for m in range(len(layout.accelerators))
-        )
+        return max(sizes.of((step.tensor, form, REPLICATE), m) for m in range(len(sizes.accelerators)))
     assert isinstance(step, InsideCollective)
-    return local_bytes(layout, (step.tensor, step.outer, form), machine)
+    return sizes.of((step.tensor, step.outer, form), machine)

@@ -22,9 +22,9 @@ from hetspmd.program.levels import (
     Together,
     Transfer,
     carried,
-    keys_of,
     made_by,
     provider,
+    reads_of,
 )
 from hetspmd.program.program import Communicate, Compute
 from hetspmd.rules.theory import Theory
@@ -67,8 +67,7 @@ def aliases(theory: Theory, delivered: Set[int] = frozenset()) -> frozenset[int]
 
 def _keys_of(graph: Graph, step: Both) -> tuple[tuple[LevelKey, ...], tuple[LevelKey, ...]]:
     """What a computation reads, and what it makes."""
-    node, outer, inner = graph.instructions[step.instruction], step.outer, step.inner
-    return keys_of(node.inputs, outer.pre, inner.pre), tuple(k for k in made_by(graph, step) if k[0] >= 0)
+    return reads_of(graph, step), tuple(k for k in made_by(graph, step) if k[0] >= 0)
 
 
 class Liveness:

@@ -20,6 +20,7 @@ from hetspmd.cost.liveness import Liveness
 from hetspmd.cost.model import Index
 from hetspmd.placement import PARTIAL, REPLICATE, Placement, is_sharded, sharded_dim
 from hetspmd.program.lengths import Lengths
+from hetspmd.program.level_layout import LevelKey
 from hetspmd.program.levels import FlatKey
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.time_split import Loop
@@ -28,11 +29,10 @@ from hetspmd.rules.theory import Theory
 
 @dataclass(frozen=True, slots=True)
 class HeldValue:
-    """A value that is held from step ``first`` to before step ``end``; ``joined``: of the whole batch, though the
-    loop makes it in rows."""
+    """A value, a tensor in its form on each level, that is held from step ``first`` to before step ``end``;
+    ``joined``: of the whole batch, though the loop makes it in rows."""
 
-    tensor: int
-    form: Placement
+    key: LevelKey
     first: int
     end: int
     joined: bool = False
@@ -164,12 +164,11 @@ def held_in_turns(
         if (tensor not in joined and tensor not in summed) or key not in values:
             continue
         owner = live.storage[value]
-        of, its_form = sizes[owner]
         if tensor in joined and value not in live.delivered:
-            more.append(HeldValue(tensor, form, first, max(ends[owner], end), joined=True))
+            more.append(HeldValue(key, first, max(ends[owner], end), joined=True))
         elif tensor in summed and not (form == PARTIAL and tensor in reduced):
             # Beside what is summed the summand of the micro-batch, which is about to be added.
-            more.append(HeldValue(of, its_form, live.born[owner], live.born[owner] + 1))
+            more.append(HeldValue(sizes[owner], live.born[owner], live.born[owner] + 1))
             firsts[owner], ends[owner] = min(firsts[owner], first), max(ends[owner], end)
     return more
 

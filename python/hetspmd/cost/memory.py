@@ -236,7 +236,7 @@ class Holdings:
                 more = held_in_turns(self._batches, live, (own, first, end), loop, looped)
         self.instruction = self._turns.of_each(np.array(instructions + after, dtype=np.int64))
         of = self._places.of_keys([cast(FlatKey, live.sizes[v]) for v in own])
-        held = [(*self._places.of(s.tensor, s.form, joined=s.joined), s.first, s.end) for s in more]
+        held = [(*self._places.of(s.key[0], s.key[1], joined=s.joined), s.first, s.end) for s in more]
         axes = [axis_of(self.theory, tensor, form) for tensor, form in updates]
         for axis, (tensor, _) in zip(axes, updates, strict=True):
             held.append((axis, graph.tensors[tensor].numel * optimizer_bytes, 0, moments))

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from hetspmd.cost.liveness import Liveness, Transit
 from hetspmd.cost.loop_memory import HeldValue, Turn, made_before
 from hetspmd.cost.model import Index
 from hetspmd.placement import PARTIAL
-from hetspmd.program.levels import FlatKey
+from hetspmd.program.level_layout import LevelKey
+from hetspmd.program.levels import carried
 from hetspmd.program.micro_batches import MicroBatches
 
 EACH, GIVEN, SUM, ARRIVING, AFTER = range(5)
@@ -115,7 +116,8 @@ def kinds_of(counts: Sequence[int]) -> tuple[Turn, ...]:
 class InTurns:
     """What the values of ``live`` are to the loop; ``loop``: its first step and the one behind its last.
 
-    ``looped``: the values that the loop makes. ``own``: the values that have a storage of their own.
+    ``looped``: the values that the loop makes. ``own``: the values that have a storage of their own. ``leaving``:
+    the values of the loop that are summed over it; by default those of its sums that no collective in it reduces.
     """
 
     def __init__(
@@ -124,9 +126,10 @@ class InTurns:
         live: Liveness,
         own: Sequence[int],
         loop: tuple[int, int],
-        looped: Container[FlatKey],
+        looped: Container[LevelKey],
+        leaving: Container[LevelKey] | None = None,
     ) -> None:
-        self.live, self.loop, self.looped = live, loop, looped
+        self.live, self.loop, self.looped, self._leaving = live, loop, looped, leaving
         self._before = made_before(live.theory, batches.loop)
         self._joined, self._summed = batches.joined, batches.summed
         self._roles = {value: self._role(value) for value in own}
@@ -134,7 +137,7 @@ class InTurns:
         self.roles = [self._roles[value] for value in own]
 
     def _role(self, value: int) -> int:
-        tensor, _ = key = cast(FlatKey, self.live.sizes[value])
+        tensor, *_ = key = self.live.sizes[value]
         if key in self.looped:
             return EACH
         if tensor in self._before:
@@ -144,39 +147,48 @@ class InTurns:
     def _more(self) -> list[HeldValue]:
         """What is held in each turn beside the values; those that are summed become so here."""
         live, (first, end), more = self.live, self.loop, list[HeldValue]()
-        reduced = {key[0] for key in map(live.sizes.__getitem__, live.delivered) if key in self.looped}
         waits = self._waits()
-        for value, sized in enumerate(live.sizes):
-            tensor, form = key = cast(FlatKey, sized)
+        for value, key in enumerate(live.sizes):
+            tensor = key[0]
             if (tensor not in self._joined and tensor not in self._summed) or key not in self.looped:
                 continue
             owner = live.storage[value]
-            of, its_form = live.sizes[owner]
             if tensor in self._joined and value not in live.delivered:
-                more.append(HeldValue(tensor, form, first, max(live.last[owner] + 1, end), joined=True))
-            elif tensor in self._summed and not (form == PARTIAL and tensor in reduced):
+                more.append(HeldValue(key, first, max(live.last[owner] + 1, end), joined=True))
+            elif tensor in self._summed and self._leaves(key):
                 # Beside what is summed the summand of the micro-batch, until it is added.
                 added = waits.get(key, live.born[owner])
-                more.append(HeldValue(of, its_form, live.born[owner], added + 1))
+                more.append(HeldValue(live.sizes[owner], live.born[owner], added + 1))
                 self._roles[owner] = SUM
         return more
 
-    def _waits(self) -> dict[FlatKey, int]:
+    @cached_property
+    def _reduced(self) -> set[int]:
+        return {key[0] for key in map(self.live.sizes.__getitem__, self.live.delivered) if key in self.looped}
+
+    def _leaves(self, key: LevelKey) -> bool:
+        """Whether a value of the loop of what is summed over it is what is summed."""
+        if self._leaving is not None:
+            return key in self._leaving
+        return not (key[1] == PARTIAL and key[0] in self._reduced)
+
+    def _waits(self) -> dict[LevelKey, int]:
         """The step at which each sum that comes of a collective in the loop is waited for at the latest."""
         live = self.live
         sums = [
             v
             for v in sorted(live.delivered)
             if live.sizes[v][0] in self._summed and live.sizes[v] in self.looped
+            if self._leaving is None or live.sizes[v] in self._leaving
         ]
         ends = [live.born[v] for v in sums[ON_THEIR_WAY:]] + [self.loop[1] - 1] * ON_THEIR_WAY
-        return {cast(FlatKey, live.sizes[v]): at for v, at in zip(sums, ends, strict=False)}
+        return {live.sizes[v]: at for v, at in zip(sums, ends, strict=False)}
 
     def transits(self, transits: Sequence[Transit]) -> Iterator[tuple[Transit, int]]:
         """Collectives, with the steps at which they are waited for, and what they are to the loop."""
         waits = self._waits()
         for transit in transits:
-            key = transit.step.tensor, transit.step.target
+            ((_, key),) = carried(transit.step)
             if key in self.looped:
                 wait = min(transit.wait, waits.get(key, transit.wait))
                 yield Transit(transit.start, transit.step, transit.shared, wait), EACH

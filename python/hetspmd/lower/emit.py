@@ -111,7 +111,7 @@ class GraphWriter:
             raise PlanError(f"the program reads {name} | {forms}, which is not there")
         levels = [n for n, (have, want) in enumerate(zip(base[1:], key[1:], strict=True)) if have != want]
         if any(key[1 + n] == PARTIAL and self.layout.peers(n, self.at)[0] for n in levels):
-            if self.layout.levels > 1 and base in self._pending:
+            if self.layout.levels > 1 and self.ends_inside(base):
                 self.need(base)  # one between machines ends inside them: all wait for it at one place
             node = self.zeros(key)
         else:
@@ -123,6 +123,10 @@ class GraphWriter:
                 node = self.narrow(node, base, n)
         self.produced[key] = node
         return node
+
+    def ends_inside(self, base: Key) -> bool:
+        """Whether all accelerators of a machine wait for what a value is made of at one place."""
+        return base in self._pending
 
     def zeros(self, key: Key) -> fx.Node:
         """The summand of a rank that contributes nothing."""

@@ -18,14 +18,14 @@ from typing import Any, TypeAlias
 import torch
 
 from hetspmd.lower.local import ActiveEmitter
-from hetspmd.lower.lowering import emitter_of
+from hetspmd.lower.lowering import emitter_of, numbers_of_turns, turns_of
 from hetspmd.placement import PARTIAL, REPLICATE, is_sharded, sharded_dim
 from hetspmd.plan.plan import Plan
 from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
 from hetspmd.program.levels import Both, LocalSteps, carried, keys_of, made_by, provider, rows_of
 from hetspmd.program.program import Compute
 from hetspmd.program.turn_layout import TurnLayout
-from hetspmd.program.turn_steps import TurnSteps, turn_steps
+from hetspmd.program.turn_steps import TurnSteps
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """Rows ``start .. stop``, ascending and apart."""
@@ -95,10 +95,10 @@ def input_rows(plan: Plan, rank: int) -> InputRows:
         followed = _Follower(emitter.layout, [i.tensor for i in graph.inputs])
         followed.step(emitter.steps, emitter.at)
     else:
-        steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
-        layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
+        steps, layout = turns_of(plan, plan.batches)
         followed = _Follower(layout, [i.tensor for i in graph.inputs])
-        followed.turns(steps, plan.step_plan.turns(rank), emitter.at.machine)
+        place = emitter.layout.rank(emitter.at)
+        followed.turns(steps, layout, numbers_of_turns(plan, rank), place)
     return followed.result()
 
 
@@ -134,16 +134,16 @@ class _Follower:
         for key in steps.gradients:
             backward.read(key)
 
-    def turns(self, steps: TurnSteps, turns: Sequence[int], rank: int) -> None:
-        """A step in micro-batches, of the active device ``rank``, which takes these."""
-        before, graph = _Writer(self, RankPlace(0, rank)), self.graph
+    def turns(self, steps: TurnSteps, layout: TurnLayout, turns: Sequence[int], rank: int) -> None:
+        """A step in micro-batches, of the active rank of this number, which takes these."""
+        before, graph, given = _Writer(self, RankPlace(0, rank)), self.graph, layout.given
         for tensors in (graph.parameters, graph.buffers):
             for t in tensors:
-                before.have[(t.tensor, REPLICATE, steps.stored.get(t.tensor, REPLICATE))] = _Value()
+                before.have[given(t.tensor, steps.stored.get(t.tensor, REPLICATE))] = _Value()
         for tensor, value in self.inputs.items():
-            before.have[(tensor, REPLICATE, steps.stored.get(tensor, REPLICATE))] = value
+            before.have[given(tensor, steps.stored.get(tensor, REPLICATE))] = value
         if graph.tangent is not None:
-            before.have[(graph.tangent, REPLICATE, REPLICATE)] = _Value()
+            before.have[given(graph.tangent)] = _Value()
         before.write(steps.before)
         for turn in turns:
             writer = _Writer(self, RankPlace(turn, rank))
@@ -154,7 +154,7 @@ class _Follower:
         after = _Writer(self, RankPlace(0, rank))
         after.have |= {key: before.value(key) for key in steps.carried}
         summed = [key for key in steps.leaving if not is_sharded(key[1])]
-        after.have |= {(tensor, REPLICATE, inner): _Value() for tensor, _, inner in summed}
+        after.have |= {(key[0], REPLICATE, *key[2:]): _Value() for key in summed}
         after.write(steps.after)
         results = [*steps.buffers, *steps.gradients, *(k for k in steps.outputs if not is_sharded(k[1]))]
         for key in (*results, *(() if steps.loss is None else (steps.loss,))):

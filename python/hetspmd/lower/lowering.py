@@ -17,11 +17,14 @@ from hetspmd.placement import REPLICATE, shard
 from hetspmd.plan.check import check_step
 from hetspmd.program.level_layout import LevelLayout, RankPlace
 from hetspmd.program.levels import LocalSteps, Nested, one_level
+from hetspmd.program.machine_turn_layout import MachineTurnLayout
+from hetspmd.program.micro_batches import MicroBatches
+from hetspmd.program.nested_turns import nest_turns
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program, Result
 from hetspmd.program.schedule_check import check_schedule
 from hetspmd.program.turn_layout import TurnLayout
-from hetspmd.program.turn_steps import turn_steps
+from hetspmd.program.turn_steps import TurnSteps, turn_steps
 
 if TYPE_CHECKING:
     from hetspmd.plan.plan import Plan
@@ -44,9 +47,8 @@ def lower_plan(
     emitter = emitter_of(plan, rank, device)
     if plan.batches is None or not isinstance(emitter, ActiveEmitter):
         return run_passes(emitter, observer, compiled=compiled)
-    steps = turn_steps(plan.theory, plan.program, plan.schedule, plan.batches)
-    layout = TurnLayout(plan.theory, plan.batches, plan.lengths)
-    turns = TurnEmitter(steps, layout, emitter, plan.step_plan.turns(rank))
+    steps, layout = turns_of(plan, plan.batches)
+    turns = TurnEmitter(steps, layout, emitter, numbers_of_turns(plan, rank))
     return run_passes(turns, observer, compiled=compiled)
 
 
@@ -62,6 +64,23 @@ def nested_of(plan: Plan) -> Nested:
     """What each accelerator does by a plan across machines."""
     assert plan.inside is not None
     return nest(plan.theory, plan.program, plan.schedule, plan.inside.program, plan.inside.bucket_bytes)
+
+
+def turns_of(plan: Plan, batches: MicroBatches) -> tuple[TurnSteps, TurnLayout]:
+    """What each rank does before, in and after the loop of a plan in micro-batches, and where the parts lie."""
+    theory, lengths, inside = plan.theory, plan.lengths, plan.inside
+    if inside is None:
+        return turn_steps(theory, plan.program, plan.schedule, batches), TurnLayout(theory, batches, lengths)
+    outer = plan.program, plan.schedule
+    steps = nest_turns(theory, outer, batches, inside.program, inside.bucket_bytes)
+    return steps, MachineTurnLayout(
+        theory, batches, lengths, [plan.cluster.accelerators[j] for j in plan.active]
+    )
+
+
+def numbers_of_turns(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The micro-batches that an active rank takes: those of its device."""
+    return plan.step_plan.turns(rank if plan.inside is None else machine_of(plan.cluster)[rank])
 
 
 def emitter_of(plan: Plan, rank: int, device: torch.device) -> Emitter:

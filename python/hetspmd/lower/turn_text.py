@@ -28,7 +28,7 @@ from hetspmd.lower.passes import Graphs
 from hetspmd.lower.turn_writer import TurnGraph
 from hetspmd.lower.turns import TurnGraphs
 from hetspmd.placement import is_sharded
-from hetspmd.program.levels import Key
+from hetspmd.program.level_layout import LevelKey
 
 
 def local_text(graphs: Graphs) -> str:
@@ -97,5 +97,5 @@ class _TurnText(GraphText):
         for name, value in zip(learned if steps.gradients else (), gradients, strict=True):
             yield f"gradient of {name}", value
 
-    def _of(self, key: Key) -> str:
+    def _of(self, key: LevelKey) -> str:
         return self.reference.tensors[key[0]].name

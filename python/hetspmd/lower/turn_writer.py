@@ -18,8 +18,8 @@ from hetspmd.lower.attention import fused_attentions
 from hetspmd.lower.emit import Awaited, GraphWriter, identifier, take_saved
 from hetspmd.lower.local_program import Groups
 from hetspmd.placement import REPLICATE, is_sharded
-from hetspmd.program.level_layout import RankPlace
-from hetspmd.program.levels import Both, Key, rows_of
+from hetspmd.program.level_layout import LevelKey, RankPlace
+from hetspmd.program.levels import Both, rows_of
 from hetspmd.program.time_split import Phase
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
@@ -98,9 +98,10 @@ def accumulate(sums: list[torch.Tensor | None], index: int, value: torch.Tensor)
 
 
 class _TurnWriter(GraphWriter):
-    """Writes a graph whose collectives, those of the inner level, are all that its runtime has. ``beside``: another
-    writer, into whose graph it writes. Each has values of its own. ``shared``: what other turns have otherwise is
-    given to the graph; ``lone`` says that it has something of its turn nevertheless."""
+    """Writes a graph whose outer level is time. Of two levels the collectives, those of the inner one, are all that
+    its runtime has. ``beside``: another writer, into whose graph it writes. Each has values of its own. ``shared``:
+    what other turns have otherwise is given to the graph; ``lone`` says that it has something of its turn
+    nevertheless."""
 
     def __init__(
         self,
@@ -114,11 +115,23 @@ class _TurnWriter(GraphWriter):
         super().__init__(layout, at, device)
         if beside is not None:
             self.graph, self.runtime = beside.graph, beside.runtime
-        self.inside = self.runtime
+        self.inside = self.runtime if layout.levels == 2 else None
         self.shared, self.lone, self.given = shared, False, list[fx.Node]()
         self.own: dict[tuple[Any, ...], tuple[fx.Node, Resolve]] = {}
 
-    def give(self, key: Key) -> fx.Node:
+    def start(self) -> None:
+        """All inputs are there. In a layout of two levels the devices are the inner one, and have one runtime."""
+        if self.layout.levels > 2:
+            super().start()
+
+    def ends_inside(self, base: tuple[int, ...]) -> bool:
+        """Whether all accelerators of a machine wait for what a value is made of at one place: here, if any of the
+        graphs that are written beside each other has not waited for it."""
+        if self.layout.levels > 2:
+            return not isinstance(self.produced[base], fx.Node)
+        return super().ends_inside(base)
+
+    def give(self, key: LevelKey) -> fx.Node:
         """A value that all turns are given."""
         name = f"value{len(self.given)}_{identifier(self.theory.graph.tensors[key[0]].name)}"
         self.given.append(self.typed(self.graph.placeholder(name), key))
@@ -220,12 +233,14 @@ class TurnsWriter:
         given = self._given() if first else [*steps.read, *(steps.carried if last else ())]
         for key in given:
             before.produced[key] = writer.give(key)
+        for each in (writer, before, after):
+            each.start()
         for key in steps.read:
             writer.produced[key] = partial(before.need, key)
         for key in steps.carried if last else ():
             after.produced[key] = partial(before.need, key)
         for key in self.summed if last else ():
-            whole = key[0], REPLICATE, key[2]
+            whole = key[0], REPLICATE, *key[2:]
             after.produced[whole] = partial(sums.take, key, after, whole)
         writers: dict[Phase, _TurnWriter] = {"in": writer}
         if first:
@@ -261,13 +276,14 @@ class TurnsWriter:
             of=turn,
         )
 
-    def _given(self) -> list[Key]:
+    def _given(self) -> list[LevelKey]:
         """What the rank is given for a step."""
         graph, stored = self.graph, self.steps.stored
-        keys: list[Key] = []
+        given = self.layout.given
+        keys: list[LevelKey] = []
         for tensors in (graph.parameters, graph.buffers, graph.inputs):
-            keys += [(t.tensor, REPLICATE, stored.get(t.tensor, REPLICATE)) for t in tensors]
-        return keys if graph.tangent is None else [*keys, (graph.tangent, REPLICATE, REPLICATE)]
+            keys += [given(t.tensor, stored.get(t.tensor, REPLICATE)) for t in tensors]
+        return keys if graph.tangent is None else [*keys, given(graph.tangent)]
 
     def _results(self, after: GraphWriter) -> tuple[Any, ...]:
         steps = self.steps
@@ -310,10 +326,10 @@ class _Sums:
     """The sums over the loop, in a list that each turn is given: a turn adds to them as soon as it can, and what is
     after the loop takes them when the last turn has added to them."""
 
-    def __init__(self, writer: _TurnWriter, keys: Sequence[Key]) -> None:
+    def __init__(self, writer: _TurnWriter, keys: Sequence[LevelKey]) -> None:
         self.writer, self.keys = writer, list(keys)
         self.list = writer.graph.placeholder("sums")
-        self._waiting, self._arriving = dict.fromkeys(keys), list[Key]()
+        self._waiting, self._arriving = dict.fromkeys(keys), list[LevelKey]()
 
     def add_what_is_there(self) -> None:
         """Add what the turn has made since the last time."""
@@ -332,7 +348,7 @@ class _Sums:
             self._add(key)
         self._arriving, self._waiting = [], {}
 
-    def take(self, key: Key, after: GraphWriter, whole: Key) -> fx.Node:
+    def take(self, key: LevelKey, after: GraphWriter, whole: LevelKey) -> fx.Node:
         """The sum, to which this turn has added, as a value of ``after``."""
         if key in self._arriving or key in self._waiting:
             self._arriving = [k for k in self._arriving if k != key]
@@ -341,6 +357,6 @@ class _Sums:
         node = after.call(after.name(whole), take_saved, (self.list, self.keys.index(key)))
         return after.typed(node, whole)
 
-    def _add(self, key: Key) -> None:
+    def _add(self, key: LevelKey) -> None:
         node = self.writer.need(key)
         self.writer.call(f"add_{self.writer.name(key)}", accumulate, (self.list, self.keys.index(key), node))

@@ -26,7 +26,7 @@ from hetspmd.lower.local_program import Groups, LocalInterface, LocalProgram
 from hetspmd.lower.passes import rewrite
 from hetspmd.lower.turn_writer import Own, Rows, TurnGraph, TurnsWriter
 from hetspmd.placement import is_sharded
-from hetspmd.program.levels import Key
+from hetspmd.program.level_layout import LevelKey
 from hetspmd.program.turn_layout import TurnLayout
 from hetspmd.program.turn_steps import TurnSteps
 from hetspmd.trace.graph import Graph
@@ -69,7 +69,7 @@ class LocalTurns:
         ]
 
     @property
-    def summed(self) -> tuple[Key, ...]:
+    def summed(self) -> tuple[LevelKey, ...]:
         """What is summed over the micro-batches, in the order of the list ``sums``."""
         return tuple(key for key in self.steps.leaving if not is_sharded(key[1]))
 
@@ -116,7 +116,8 @@ class TurnEmitter:
     def emit(self) -> TurnGraphs:
         """The graphs. Raises PlanError if the program reads what it has not produced, or if the row of an
         instruction in time cannot be had at once with its row on the devices."""
-        writing = TurnsWriter(self.steps, self.layout, self.of.at.machine, self.of.device, self.of.groups())
+        rank = self.of.layout.rank(self.of.at)
+        writing = TurnsWriter(self.steps, self.layout, rank, self.of.device, self.of.groups())
         writing.awaited = self.of.awaited
         return TurnGraphs(writing.turns(self.turns), self.steps, self.layout, self.of.interface)
 

@@ -12,10 +12,18 @@ from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat, has_machines
 from hetspmd.errors import MemoryLimitError
 from hetspmd.optimize.candidate import Candidate
-from hetspmd.optimize.compile_options import CompileOptions, Segments
+from hetspmd.optimize.compile_options import CompileOptions, Machines, Segments
 from hetspmd.optimize.following import followed
 from hetspmd.optimize.free_running import free_running
-from hetspmd.optimize.hierarchy import Step, cheaper, inside_of, lacking, segments_across, step_across
+from hetspmd.optimize.hierarchy import (
+    Step,
+    cheaper,
+    inside_of,
+    lacking,
+    of_candidate,
+    segments_across,
+    step_across,
+)
 from hetspmd.optimize.in_micro_batches import StepDraft, composed
 from hetspmd.optimize.memory_bound import require_room
 from hetspmd.optimize.segmentation import in_segments
@@ -43,7 +51,7 @@ _Constraints = Mapping[str, str | Placement] | None
 def plan_in(compilation: Compilation) -> Plan:
     """The plan of a compilation."""
     cluster, asked = compilation.cluster, compilation.options
-    if compilation.batches is not None or asked.zero is not None:
+    if asked.zero is not None:
         return compilation.side_by_side(flat(cluster))
     if has_machines(cluster):
         return cheaper(cluster, asked.machines, compilation.side_by_side, compilation.across)
@@ -88,7 +96,7 @@ class Compilation:
 
     def fits_leanest(self) -> bool:
         """Whether ZeRO-3 fits the single devices, where it may be taken."""
-        if self.options.zero not in (None, 3):
+        if self.options.zero not in (None, 3) or self._machines == "virtual":
             return False
         cluster = flat(self.cluster)
         try:
@@ -99,8 +107,10 @@ class Compilation:
         return fits_leanest(self._context(cluster))
 
     def draft(self) -> StepDraft:
-        """What the first searches tell of the plan, which is made when it is asked for."""
-        if self.batches is None or self.options.zero is not None:
+        """What the first searches tell of the plan, which is made when it is asked for. Where machines may be
+        planned in both ways these are of the single devices."""
+        machines = self._machines
+        if self.batches is None or self.options.zero is not None or machines == "virtual":
             return StepDraft.of(plan_in(self))
         cluster = flat(self.cluster)
         # The plan's own searches begin where those of the draft have ended, whatever is drafted in between.
@@ -108,7 +118,13 @@ class Compilation:
         ctx, begun = self._begun(cluster, own)
         assert begun is not None, "no level of ZeRO is asked for"
         self.prices.become(own)
-        plan = partial(self._finished, ctx, begun)
+        side_by_side = partial(self._finished, ctx, begun)
+
+        def plan() -> Plan:
+            if machines == "flat":
+                return side_by_side()
+            return cheaper(self.cluster, machines, lambda _: side_by_side(), self.across)
+
         return StepDraft.of(plan()) if begun.seconds is None else StepDraft(begun.seconds, True, plan)
 
     def side_by_side(self, cluster: Cluster) -> Plan:
@@ -140,6 +156,11 @@ class Compilation:
         ctx, outcome = in_segments(ctx, outcome, segments, self._asked)
         return following_plan(ctx, outcome, asked) if self.batches is None else plan_of(ctx, outcome, asked)
 
+    @property
+    def _machines(self) -> Machines:
+        """How machines are planned; without any there are single devices alone."""
+        return self.options.machines if has_machines(self.cluster) else "flat"
+
     def _segments(self) -> Segments:
         """How many segments there may be. In micro-batches there is one unless more are asked for: what crosses a
         cut is exchanged in each of them."""
@@ -150,10 +171,14 @@ class Compilation:
         """The plan across the cluster's machines, as virtual devices."""
         asked = self.options.constraints
         with naming_conflicts(self.theory, self.constraints):
-            ctx = Synthesis(self.theory, self.cluster, self.constraints, self.limits, self.clock)
+            # Where memory is short depends on the devices: what was found of single ones does not hold here.
+            asked_of_all = self.constraints, self.limits, self.clock
+            ctx = Synthesis(self.theory, self.cluster, *asked_of_all, batches=self.batches, quick=self.quick)
             step = step_across(ctx)
-        ctx, step = segments_across(ctx, step, self.options.segments, lambda cut: resolve(cut, asked))
-        plan = plan_across(ctx, step, asked)
+        ctx, step = segments_across(ctx, step, self._segments(), lambda cut: resolve(cut, asked))
+        plan = plan_across(of_candidate(ctx, step[0].best), step, asked)
+        if self.batches is not None:
+            return plan
         return followed(plan, self.limits, self.clock, partial(_plan_that_fits, asked=asked))
 
 

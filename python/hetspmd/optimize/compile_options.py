@@ -109,10 +109,6 @@ class CompileOptions:
         count = self.micro_batches
         if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise OptionError(f"micro_batches={count!r}: give 'auto' or a number from 1 on")
-        if count != 1 and self.machines == "virtual":
-            raise OptionError(
-                f"micro_batches={count} needs machines='flat': each accelerator is planned by itself"
-            )
         if self.zero is not None and (isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3)):
             raise OptionError(f"zero={self.zero!r}: give 0, 1, 2 or 3, or None for the search to decide")
         if self.zero is not None and self.machines == "virtual":

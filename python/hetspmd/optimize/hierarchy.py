@@ -13,15 +13,16 @@ have several segments; inside, where all shares are even, those change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import accelerator, flat, inside_cluster
 from hetspmd.cost.coalesce import bucket_bytes
-from hetspmd.cost.level_costs import inside_seconds
+from hetspmd.cost.level_costs import inside_seconds, inside_seconds_in_turns
 from hetspmd.cost.level_memory import inside_bytes
+from hetspmd.cost.machine_turn_memory import inside_bytes_in_turns
 from hetspmd.errors import HetspmdError, InfeasibleError, MemoryLimitError, SearchError
 from hetspmd.optimize.alternation import nearest
 from hetspmd.optimize.candidate import Candidate, certified
@@ -30,17 +31,21 @@ from hetspmd.optimize.considered import taken_instead, ways_taken, with_other_wa
 from hetspmd.optimize.segmentation import in_segments
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.optimize.synthesize import Outcome, candidate_at, synthesize
+from hetspmd.optimize.zero_levels import synthesize_step
 from hetspmd.plan.plan import Plan
 from hetspmd.plan.reports import SINGLE_ACCELERATORS, VIRTUAL_DEVICES, Inside
 from hetspmd.program.checker import check
-from hetspmd.program.lengths import by_segment, lengths_for
-from hetspmd.program.level_layout import LevelLayout
+from hetspmd.program.lengths import Lengths, by_segment, lengths_for
+from hetspmd.program.level_layout import LevelLayout, RankPlace
+from hetspmd.program.machine_turn_layout import MachineTurnLayout
+from hetspmd.program.nested_turns import nest_turns
+from hetspmd.program.nested_turns_check import check_nested_turns
 from hetspmd.program.nesting import inner_rows, nest
-from hetspmd.program.program import Program
 from hetspmd.rules.rule import Triple
 from hetspmd.rules.theory import Theory
 from hetspmd.search import constraints as known
 from hetspmd.search.constraints import Constraints
+from hetspmd.search.earlier_prices import EarlierPrices
 
 Step: TypeAlias = tuple[Outcome, Inside]
 """The best outcome of the machines, and what their accelerators do."""
@@ -89,20 +94,21 @@ def cheaper(
 def step_across(ctx: Synthesis) -> Step:
     """The best step across virtual devices.
 
-    Raises what :func:`hetspmd.optimize.synthesize.synthesize` raises, and MemoryLimitError where the accelerators'
-    memory does not suffice.
+    In micro-batches, the collectives that are in the loop are those of the best candidate. Raises what
+    :func:`hetspmd.optimize.synthesize.synthesize` raises, and MemoryLimitError where the accelerators' memory does
+    not suffice.
     """
     tight = ctx
     names = [d.name for d in ctx.cluster.devices]
     nearest_one: MemoryLimitError | None = None
     for _ in range(ctx.thresholds.machine_memory_attempts):
         try:
-            outcome = synthesize(tight)
+            outcome = synthesize(tight) if ctx.batches is None else synthesize_step(tight)[1]
         except MemoryLimitError:
             if nearest_one is None:
                 raise
             break  # the memory that it tells of is what the last turn has left, not what a machine has
-        inside = inside_of(ctx, outcome.best)
+        inside = inside_of(of_candidate(ctx, outcome.best), outcome.best)
         missed = lacking(ctx.cluster, inside)
         if not missed:
             return counting_inside(ctx, (outcome, inside))
@@ -135,7 +141,7 @@ def counting_inside(ctx: Synthesis, step: Step) -> Step:
         if candidate.seconds >= least * without_gain:
             break
         try:
-            own = inside_of(ctx, candidate)
+            own = inside_of(of_candidate(ctx, candidate), candidate)
         except (InfeasibleError, SearchError):
             continue
         if candidate.seconds + own.seconds < least and not lacking(ctx.cluster, own):
@@ -184,7 +190,7 @@ def segments_across(
     synthesis, other = in_segments(ctx, replace(outcome, rounds=None), segments, constraints)
     if synthesis is ctx:
         return ctx, (other, inside)
-    own = inside_of(synthesis, other.best)
+    own = inside_of(of_candidate(synthesis, other.best), other.best)
     one = outcome.best.seconds + inside.seconds
     longer = other.best.seconds + own.seconds >= one
     missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
@@ -194,6 +200,12 @@ def segments_across(
             inside,
         )
     return synthesis, (replace(other, baselines={"one_segment": one}), own)
+
+
+def of_candidate(ctx: Synthesis, candidate: Candidate) -> Synthesis:
+    """The synthesis in whose loop over micro-batches the collectives of a candidate are."""
+    batches = candidate.evaluator.ctx.batches
+    return ctx if batches is None else ctx.with_repeated(batches.repeated)
 
 
 def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
@@ -207,46 +219,78 @@ def lacking(cluster: Cluster, inside: Inside) -> dict[int, tuple[int, int]]:
 
 def inside_of(ctx: Synthesis, candidate: Candidate) -> Inside:
     """What the accelerators of the machines do of the best step of the machines. ``candidate`` is of machines of
-    the synthesis's cluster.
+    the synthesis's cluster and, in micro-batches, of its loop.
 
     Raises what the search raises.
     """
-    theory, cluster, lengths = ctx.theory, ctx.cluster, candidate.lengths
+    theory, cluster, lengths, batches = ctx.theory, ctx.cluster, candidate.lengths, ctx.batches
     counts = [cluster.accelerators[j] for j in candidate.active]
-    layout = LevelLayout(theory, lengths, counts)
     within = inside_cluster(cluster, candidate.active)
     shares = by_segment((1.0 / within.world,) * within.world, theory.axes.segments)
-    constraints = _data_parallel(theory, layout, candidate.program)
-    own = replace(ctx, cluster=within, constraints=constraints)
+    composing = _Composing(ctx, lengths, counts, inner_rows(candidate.program))
+    own = replace(
+        ctx,
+        cluster=within,
+        constraints=_data_parallel(theory, composing),
+        prepared=None,
+        earlier_prices=EarlierPrices(),
+        bound=None,
+    )
     inner = candidate_at(own, shares, lengths_for(theory.axes, shares), own.everyone).program
     check(theory, inner)
-    costs = ctx.costs(candidate.active)
-    size = bucket_bytes(within)
-    nested = nest(theory, candidate.program, candidate.schedule, inner, size)
-    seconds = inside_seconds(costs, lengths, nested, layout)
-    held = dict(zip(candidate.active, inside_bytes(layout, nested, candidate.arrivals), strict=True))
+    costs, size = ctx.costs(candidate.active), bucket_bytes(within)
+    outer, layout = (candidate.program, candidate.schedule), composing.layout
+    if batches is not None:
+        assert isinstance(layout, MachineTurnLayout)
+        steps = nest_turns(theory, outer, batches, inner, size)
+        check_nested_turns(theory, batches.loop, candidate.program, inner, steps)
+        seconds = inside_seconds_in_turns(costs, lengths, steps, layout)
+        each = inside_bytes_in_turns(layout, steps, candidate.arrivals)
+    else:
+        nested = nest(theory, *outer, inner, size)
+        seconds = inside_seconds(costs, lengths, nested, layout)
+        each = inside_bytes(layout, nested, candidate.arrivals)
+    held = dict(zip(candidate.active, each, strict=True))
     return Inside(inner, seconds, tuple(held.get(j, 0) for j in range(cluster.world)), size)
 
 
-def _data_parallel(theory: Theory, layout: LevelLayout, outer: Program) -> Constraints:
-    """Data parallelism within machines that run ``outer``."""
+class _Composing:
+    """Which rows of an instruction accelerators can run within machines that run the rows ``outer`` and, in
+    micro-batches, in turns."""
+
+    def __init__(
+        self, ctx: Synthesis, lengths: Lengths, counts: list[int], outer: Mapping[int, Triple]
+    ) -> None:
+        theory, batches = ctx.theory, ctx.batches
+        self._theory, self._outer, self._known = theory, outer, dict[object, bool]()
+        self.layout: LevelLayout
+        if batches is None:
+            self._times: Sequence[tuple[Triple, ...]] = [()] * len(theory.graph.instructions)
+            self.layout = LevelLayout(theory, lengths, counts)
+            self._places: Sequence[RankPlace] = self.layout.places
+        else:
+            self._times = [(row,) for row in batches.loop.rows]
+            self.layout = layout = MachineTurnLayout(theory, batches, lengths, counts)
+            self._places = [RankPlace(t, r) for t in layout.alike_turns for r in range(sum(counts))]
+
+    def __call__(self, instruction: int, row: Triple) -> bool:
+        """Whether a row composes with those of the levels above."""
+        rows, layout = (*self._times[instruction], self._outer[instruction], row), self.layout
+        held = [layout.held(instruction, rows, at) for at in self._places]
+        # What is made of the rows depends on how many units are held, not on which.
+        sizes = [tuple(level.units[1] - level.units[0] for level in levels) for levels in held]
+        key = (id(self._theory.calls[instruction]), rows, tuple(sizes))
+        if key not in self._known:
+            places = dict(zip(sizes, self._places, strict=True)).values()
+            self._known[key] = all(layout.call(instruction, rows, at) is not None for at in places)
+        return self._known[key]
+
+
+def _data_parallel(theory: Theory, composes: Callable[[int, Triple], bool]) -> Constraints:
+    """Data parallelism within machines, by rows that compose."""
     wanted = known.data_parallel(theory)
     assert wanted.row_filter is not None
     batch, divided = theory.batch_axes, wanted.row_filter
-    rows = inner_rows(outer)
-    composed: dict[object, bool] = {}
-
-    def composes(instruction: int, row: Triple) -> bool:
-        of = rows[instruction]
-        pairs = [layout.held(instruction, (of, row), at) for at in layout.places]
-        # What is made of the rows depends on how many units are held, not on which.
-        sizes = [tuple(held.units[1] - held.units[0] for held in pair) for pair in pairs]
-        key = (id(theory.calls[instruction]), of, row, tuple(sizes))
-        if key not in composed:
-            places = dict(zip(sizes, layout.places, strict=True)).values()
-            composed[key] = all(layout.call(instruction, (of, row), at) is not None for at in places)
-        return composed[key]
-
     along: dict[int, bool] = {}
 
     def divisible(instruction: int) -> bool:

@@ -19,6 +19,8 @@ from hetspmd.program.checker import check
 from hetspmd.program.lengths import Lengths, Matrix
 from hetspmd.program.micro_batch_check import check_loop, check_own_turns, check_repeated
 from hetspmd.program.micro_batches import micro_batches
+from hetspmd.program.nested_turns import nest_turns
+from hetspmd.program.nested_turns_check import check_nested_turns
 from hetspmd.program.nesting import nest
 from hetspmd.program.program import Program
 from hetspmd.program.schedule import Schedule
@@ -102,7 +104,10 @@ def checked_theory(plan: Unchecked, *, trial: bool) -> Theory:
         inside = plan.inside
         _prove(theory, inside.program, "the program inside its machines")
         try:
-            nest(theory, plan.program, plan.schedule, inside.program, inside.bucket_bytes)
+            if plan.micro_batches > 1:
+                _check_nested_turns(plan, theory, inside)
+            else:
+                nest(theory, plan.program, plan.schedule, inside.program, inside.bucket_bytes)
         except PlanError:
             raise
         except Exception as error:
@@ -116,6 +121,14 @@ def check_step(step: StepPlan) -> None:
     if len(step.fragments) > 1 or step.order:
         for rank in step.active:
             step.turns(rank)
+
+
+def _check_nested_turns(plan: Unchecked, theory: Theory, inside: Inside) -> None:
+    """The loop of machines is proved before, and what is inside of them."""
+    batches = micro_batches(theory, plan.micro_batches, frozenset(plan.repeated), plan.own_turns)
+    outer = plan.program, plan.schedule
+    steps = nest_turns(theory, outer, batches, inside.program, inside.bucket_bytes)
+    check_nested_turns(theory, batches.loop, plan.program, inside.program, steps)
 
 
 def _check_micro_batches(plan: Unchecked, theory: Theory) -> None:

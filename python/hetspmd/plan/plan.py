@@ -92,8 +92,8 @@ class Plan:
                 raise PlanError("a plan for machines says nothing of their accelerators; compile it again")
             if not set(fragment.active) <= set(everyone):
                 raise PlanError(f"active devices {list(fragment.active)} of a cluster of {len(everyone)}")
-            if split.micro_batches > 1 and fragment.inside:
-                raise PlanError(f"{split.micro_batches} micro-batches of a plan across machines")
+            if split.own_turns and fragment.inside:
+                raise PlanError("turns of their own of the machines of a plan across them; compile it again")
             if len(fragment.ratios) != self.graph.segment_count:
                 raise PlanError(
                     f"ratios of {len(fragment.ratios)} segments, the graph has {self.graph.segment_count}"

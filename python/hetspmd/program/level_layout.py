@@ -35,7 +35,7 @@ from hetspmd.rules.theory import Theory
 LevelKey: TypeAlias = tuple[int, ...]
 """Of a value: the tensor's id, and its form on each level."""
 
-Rows: TypeAlias = tuple[Triple] | tuple[Triple, Triple]
+Rows: TypeAlias = tuple[Triple, ...]
 """The row of an instruction on each level."""
 
 Part = tuple[int, Sequence[int]] | str | None
@@ -108,6 +108,14 @@ class LevelLayout:
         units = self.outer.lengths.units[axis.id][machine] if own == outer else axis.units
         return tuple(n * unit for n in self.inside(axis.id, units, machine))
 
+    def divided(self, key: LevelKey, level: int, at: RankPlace) -> tuple[int, ...]:
+        """Elements along the dim that a level's form divides, of each of those that it divides the part of ``at``
+        among."""
+        if level == 0:
+            extents: tuple[int, ...] = self.outer.extents(key[0], key[1])
+            return extents
+        return self.extents((key[0], key[1], key[2]), at.machine)
+
     def region(self, key: LevelKey, level: int, at: RankPlace) -> Region | None:
         """The part that a rank holds, on a level, of what the level above leaves; None for all of it."""
         if level == 0:
@@ -137,7 +145,7 @@ class LevelLayout:
         def of_device(axis: int) -> tuple[int, int]:
             return lengths.range(axis, at.machine)
 
-        first = Level(_as_copied(outer), self._units(instruction, outer, of_device))
+        first = Level(as_copied(outer), self._units(instruction, outer, of_device))
         if len(rows) == 1:
             return (first,)
         inner = rows[1]
@@ -150,7 +158,7 @@ class LevelLayout:
             stops = [low, *(low + n for n in accumulate(self.inside(axis, units, at.machine)))]
             return stops[at.inside], stops[at.inside + 1]
 
-        return first, Level(_as_copied(inner), self._units(instruction, inner, inside))
+        return first, Level(as_copied(inner), self._units(instruction, inner, inside))
 
     def _units(self, instruction: int, row: Triple, held: Any) -> tuple[int, int]:
         if row.factor is None:
@@ -176,7 +184,7 @@ class LevelLayout:
             if not divisible(call.op):
                 return None
             level = inner if runs_whole(rows[0]) else outer
-            return localize_drawn(call, rule, level, self.rank(at), self.world)
+            return localize_drawn(call, rule, (level,), self.rank(at), self.world)
         return localize_nested(call, rule, outer, inner, self.rank(at), self.world)
 
     def is_nothing(self, step: object) -> bool:
@@ -200,7 +208,7 @@ class LevelLayout:
         return is_sharded(rows[0].post[0]) != is_sharded(rows[1].post[0])
 
 
-def _as_copied(row: Triple) -> Triple:
+def as_copied(row: Triple) -> Triple:
     """The row of a copy at a cut as its rule has it: the copy is divided as what it is a copy of."""
     post = tuple(map(after_cut, row.post))
     return row if post == row.post else replace(row, post=post)

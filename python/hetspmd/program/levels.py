@@ -15,6 +15,10 @@ is the value itself on the first rank of that level and zeros on the others. The
 is whole on machines and sliced inside along a dim is gathered inside before machines take slices of the same dim,
 for these are other slices.
 
+A step in micro-batches across machines has three levels (:mod:`hetspmd.program.nested_turns`): the micro-batches,
+a level of time, stand before the machines. Its steps are those of two levels, which also say what their value is
+in time.
+
 A copy at a cut between segments (:mod:`hetspmd.trace.cuts`) has other lengths than its original across machines,
 but the same inside, where all lengths are even. So ``shard(d)'`` is ``shard(d)`` inside, and the inner
 program's rebalances are nothing. In time it has the lengths of its original, and on the devices others.
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Generic, TypeAlias, TypeVar, cast
 
 from hetspmd.cluster.collective_kinds import Kind
@@ -49,28 +54,32 @@ AnyStep = TypeVar("AnyStep")
 @dataclass(frozen=True, slots=True)
 class Both:
     """Run an instruction by an outer and an inner triple. ``in_time``: the outer level is the loop over
-    micro-batches."""
+    micro-batches. ``turn``: its triple in time, of a step of three levels."""
 
     instruction: int
     outer: Triple
     inner: Triple
     in_time: bool = False
+    turn: Triple | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class InsideCollective:
-    """Turn ``tensor | outer, source`` into ``tensor | outer, target`` within each machine."""
+    """Turn ``tensor | outer, source`` into ``tensor | outer, target`` within each machine. ``time``: what the
+    tensor is in time, of a step of three levels."""
 
     tensor: int
     outer: Placement
     kind: Kind
     source: Placement
     target: Placement
+    time: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """Turn ``tensor | source, collected`` into ``tensor | target, handed_out`` between machines."""
+    """Turn ``tensor | source, collected`` into ``tensor | target, handed_out`` between machines. ``time``: what the
+    tensor is in time, of a step of three levels."""
 
     tensor: int
     kind: Kind
@@ -78,6 +87,7 @@ class Across:
     target: Placement
     collected: Placement
     handed_out: Placement
+    time: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +128,15 @@ def carried(step: Transfer) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         return [pair for member in step.members for pair in carried(member)]
     if isinstance(step, Communicate):
         return [((step.tensor, step.source), (step.tensor, step.target))]
+    tensor = value_of(step)
     if isinstance(step, InsideCollective):
-        return [((step.tensor, step.outer, step.source), (step.tensor, step.outer, step.target))]
-    before = (step.tensor, step.source, step.collected)
-    return [(before, (step.tensor, step.target, step.handed_out))]
+        return [((*tensor, step.outer, step.source), (*tensor, step.outer, step.target))]
+    return [((*tensor, step.source, step.collected), (*tensor, step.target, step.handed_out))]
+
+
+def value_of(step: InsideCollective | Across) -> tuple[int, ...]:
+    """The tensor of a collective and, of three levels, its form in time."""
+    return (step.tensor,) if step.time is None else (step.tensor, step.time)
 
 
 @dataclass(frozen=True)
@@ -175,6 +190,8 @@ def provider(have: Container[AnyKey], key: AnyKey) -> AnyKey | None:
     """The value that ``key`` is, or is sliced or masked from; None if there is none."""
     if key in have:
         return key
+    if len(key) > 3:
+        return next((base for base in bases_of(key) if base in have), None)
     tensor, outer, *rest = key
     bases: list[tuple[int, ...]] = []
     if rest:
@@ -185,9 +202,25 @@ def provider(have: Container[AnyKey], key: AnyKey) -> AnyKey | None:
     return next((base for base in cast("list[AnyKey]", bases) if base in have), None)
 
 
-def rows_of(step: Compute | Both) -> tuple[Triple] | tuple[Triple, Triple]:
+def bases_of(key: AnyKey) -> list[AnyKey]:
+    """The values from which one of several levels may be derived, the nearest first. What is whole on a level is
+    sliced there before what lies below it: along a dim that a level below divides there is no such slice."""
+    tensor, *forms = key
+    levels = [n for n, form in enumerate(forms) if form != REPLICATE]
+    bases: list[tuple[int, ...]] = []
+    for count in range(1, len(levels) + 1):
+        for derived in combinations(reversed(levels), count):
+            kept = [n for n in levels if n not in derived]
+            if not any(n < m and same_dim(forms[n], forms[m]) for n in derived for m in kept):
+                bases.append((tensor, *(REPLICATE if n in derived else form for n, form in enumerate(forms))))
+    return cast("list[AnyKey]", bases)
+
+
+def rows_of(step: Compute | Both) -> tuple[Triple, ...]:
     """The row of each level of a computation."""
-    return (step.row,) if isinstance(step, Compute) else (step.outer, step.inner)
+    if isinstance(step, Compute):
+        return (step.row,)
+    return (step.outer, step.inner) if step.turn is None else (step.turn, step.outer, step.inner)
 
 
 def keys_of(tensors: Sequence[int], *forms: Sequence[Placement]) -> tuple[tuple[int, ...], ...]:
@@ -195,33 +228,30 @@ def keys_of(tensors: Sequence[int], *forms: Sequence[Placement]) -> tuple[tuple[
     return tuple(zip(tensors, *forms, strict=True))
 
 
-def reads_of(graph: Graph, step: NestedStep) -> tuple[Key, ...]:
+def reads_of(graph: Graph, step: NestedStep) -> tuple[tuple[int, ...], ...]:
     """The values that a step reads."""
     if isinstance(step, Both):
-        inputs = graph.instructions[step.instruction].inputs
-        return tuple(zip(inputs, step.outer.pre, step.inner.pre, strict=True))
-    return (
-        *((m.tensor, m.source, m.collected) for m in between(step)),
-        *((m.tensor, m.outer, m.source) for m in within(step)),
-    )
+        return keys_of(graph.instructions[step.instruction].inputs, *(row.pre for row in rows_of(step)))
+    return tuple(operand for operand, _ in carried(step))
 
 
-def written_by(graph: Graph, step: Both) -> tuple[Key, ...]:
+def written_by(graph: Graph, step: Both) -> tuple[tuple[int, ...], ...]:
     """The values that a computation gives; of a result that is None the tensor is -1."""
-    outer, inner = _posts(step)
-    return tuple(zip(graph.instructions[step.instruction].outputs, outer, inner, strict=True))
+    return keys_of(graph.instructions[step.instruction].outputs, *_posts(step))
 
 
 def made_by(graph: Graph, step: Compute | Both) -> tuple[tuple[int, ...], ...]:
-    """:func:`written_by`, of one level or of two."""
+    """:func:`written_by`, of one level or of several."""
     if isinstance(step, Both):
         return written_by(graph, step)
     return tuple(zip(graph.instructions[step.instruction].outputs, step.row.post, strict=True))
 
 
-def _posts(step: Both) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+def _posts(step: Both) -> tuple[tuple[Placement, ...], ...]:
     """What a computation leaves on each level: a copy at a cut is before it on the level of the devices."""
     outer, inner = step.outer.post, step.inner.post
     if step.in_time:
         return tuple(map(after_cut, outer)), inner
+    if step.turn is not None:
+        return tuple(map(after_cut, step.turn.post)), outer, tuple(map(after_cut, inner))
     return outer, tuple(map(after_cut, inner))

@@ -13,7 +13,7 @@ own (:mod:`hetspmd.program.buckets`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetspmd.cluster.collective_kinds import Kind, end_of, kinds_between
@@ -38,6 +38,7 @@ from hetspmd.program.levels import (
     Nested,
     NestedStep,
     Together,
+    carried,
     provider,
     reads_of,
     written_by,
@@ -146,14 +147,15 @@ class _Nesting:
                 self._both(into, step, reads)
         for key in results:
             self._reach(into, key)
-        into.steps = _bucketed_inside(self.graph, into.steps, self.inside_bytes)
+        bucketed = bucketed_inside(self.graph, into.steps, self.inside_bytes)
+        into.steps = [step for step in bucketed if step is not None]
 
     def _both(self, into: _Graph, step: Compute, reads: _Reads) -> None:
         both = Both(step.instruction, step.row, self.rows[step.instruction])
-        for key in reads_of(self.graph, both):
+        for key in _two_levels(reads_of(self.graph, both)):
             self._reach(into, key)
         into.steps.append(both)
-        for output in written_by(self.graph, both):
+        for output in _two_levels(written_by(self.graph, both)):
             tensor, outer, inner = output
             if tensor < 0:
                 continue
@@ -254,22 +256,26 @@ class _Nesting:
         return (*((key, False) for key in whole), *((key, True) for key in compact))
 
 
-def _bucketed_inside(graph: Graph, steps: list[NestedStep], nbytes: float) -> list[NestedStep]:
-    """The steps in their order, with buckets of at most ``nbytes`` bytes of collectives inside machines. Any value
-    of a collective's tensor but the one that it is given is taken for one that needs its result."""
+def bucketed_inside(
+    graph: Graph, steps: Sequence[NestedStep], nbytes: float, apart: Container[int] = ()
+) -> list[NestedStep | None]:
+    """The steps in their order, with buckets of at most ``nbytes`` bytes of collectives inside machines, and None
+    in the place of what is now in a bucket. Any value of a collective's tensor but the one that it is given is
+    taken for one that needs its result. Collectives of the tensors ``apart`` stay as they are."""
     moves = [(i, s) for i, s in enumerate(steps) if isinstance(s, InsideCollective)]
-    small = [(i, s) for i, s in moves if coalesces(graph, s.tensor, s.kind, nbytes)]
+    free = [(i, s) for i, s in moves if s.tensor not in apart]
+    small = [(i, s) for i, s in free if coalesces(graph, s.tensor, s.kind, nbytes)]
     if len(small) < 2:
-        return steps
+        return list(steps)
     tensors = {s.tensor for _, s in small}
-    readers: dict[int, list[tuple[int, Key]]] = {}
+    readers: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     for at, step in enumerate(steps):
         for key in reads_of(graph, step):
             if key[0] in tensors:
                 readers.setdefault(key[0], []).append((at, key))
     places: dict[int, Small] = {}
     for i, move in small:
-        source, meta = (move.tensor, move.outer, move.source), graph.tensors[move.tensor]
+        ((source, _),), meta = carried(move), graph.tensors[move.tensor]
         reading = (at for at, key in readers[move.tensor] if at > i and key != source)
         places[i] = Small(move.kind, meta.dtype, meta.nbytes, min(reading, default=len(steps)))
     entries: list[NestedStep | None] = list(steps)
@@ -278,7 +284,7 @@ def _bucketed_inside(graph: Graph, steps: list[NestedStep], nbytes: float) -> li
         for i in group[:-1]:
             entries[i] = None
         entries[group[-1]] = Together(tuple(of[i] for i in group))
-    return [step for step in entries if step is not None]
+    return entries
 
 
 class _Reads:
@@ -295,10 +301,15 @@ class _Reads:
 
     @staticmethod
     def _keys(nesting: _Nesting, step: Compute) -> Iterator[Key]:
-        yield from reads_of(nesting.graph, Both(step.instruction, step.row, nesting.rows[step.instruction]))
+        both = Both(step.instruction, step.row, nesting.rows[step.instruction])
+        yield from _two_levels(reads_of(nesting.graph, both))
 
     def of(self, tensor: int) -> tuple[Key, ...]:
         return tuple(self._of.get(tensor, ()))
+
+
+def _two_levels(keys: Iterable[tuple[int, ...]]) -> list[Key]:
+    return [(tensor, outer, inner) for tensor, outer, inner in keys]
 
 
 def default_kind(source: Placement, target: Placement) -> Kind:

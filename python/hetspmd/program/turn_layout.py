@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
-from hetspmd.placement import placement_text, same_dim, sharded_dim
+from hetspmd.placement import REPLICATE, Placement, placement_text, same_dim, sharded_dim
 from hetspmd.program.layout import Layout
 from hetspmd.program.lengths import Lengths
-from hetspmd.program.level_layout import LevelLayout, Rows
+from hetspmd.program.level_layout import LevelKey, LevelLayout, Rows
 from hetspmd.program.levels import InsideCollective, Key
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.turn_lengths import Table
@@ -34,6 +34,10 @@ class TurnLayout(LevelLayout):
         if units == sum(of_devices):
             return of_devices
         return self.table(axis)[machine]
+
+    def given(self, tensor: int, form: Placement = REPLICATE) -> LevelKey:
+        """What a rank is given of a tensor that lies on the devices in a form."""
+        return tensor, REPLICATE, form
 
     def table(self, axis: int) -> Table:
         """The units of an axis of the samples that each device has in each turn."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from hetspmd.cluster.collective_kinds import kinds_between
 from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded
+from hetspmd.program.level_layout import LevelKey
 from hetspmd.program.levels import (
     Both,
     InsideCollective,
@@ -44,7 +45,8 @@ from hetspmd.rules.theory import Theory
 
 @dataclass(frozen=True)
 class TurnSteps:
-    """The steps of each part of a step, and the values that pass between them.
+    """The steps of each part of a step, and the values that pass between them. These are ``(tensor, form in time,
+    form on the devices)`` or, across machines, ``(tensor, form in time, form on machines, form inside)``.
 
     Attributes:
         before: Once.
@@ -67,13 +69,13 @@ class TurnSteps:
     after: tuple[NestedStep, ...]
     order: tuple[Phase, ...]
     stored: dict[int, Placement]
-    read: tuple[Key, ...]
-    leaving: tuple[Key, ...]
-    carried: tuple[Key, ...]
-    loss: Key | None
-    outputs: tuple[Key, ...]
-    buffers: tuple[Key, ...]
-    gradients: tuple[Key, ...]
+    read: tuple[LevelKey, ...]
+    leaving: tuple[LevelKey, ...]
+    carried: tuple[LevelKey, ...]
+    loss: LevelKey | None
+    outputs: tuple[LevelKey, ...]
+    buffers: tuple[LevelKey, ...]
+    gradients: tuple[LevelKey, ...]
 
     def together(self, phases: Collection[Phase]) -> Iterator[tuple[Phase, NestedStep]]:
         """The steps of these phases, each with its own, in the order of the schedule."""
@@ -169,12 +171,13 @@ class _Writing:
             self._append(self._part(phase), members[0] if len(members) == 1 else Together(tuple(members)))
 
     def _append(self, part: _Part, step: NestedStep) -> None:
-        for key in reads_of(self.graph, step):
-            self._need(part, key)
+        for tensor, time, inner in reads_of(self.graph, step):
+            self._need(part, (tensor, time, inner))
         part.steps.append(step)
         self.appended.append("before" if part is self.before else "in" if part is self.turn else "after")
         if isinstance(step, Both):
-            part.have.update((key, None) for key in written_by(self.graph, step) if key[0] >= 0)
+            made = written_by(self.graph, step)
+            part.have.update(((tensor, time, inner), None) for tensor, time, inner in made if tensor >= 0)
         else:
             part.have.update(((one.tensor, one.outer, one.target), None) for one in within(step))
 

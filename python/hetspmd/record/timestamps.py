@@ -211,10 +211,12 @@ def _call(node: fx.Node, order: dict[fx.Node, int], graph: Graph, in_turns: bool
 
 
 def _transfer(step: Transfer, graph: Graph, in_turns: bool, number: int) -> tuple[str, int, bool]:
-    """A collective's name, its number, and whether it is one of the accelerators of a machine. In a turn the outer
-    level is time: its collectives are those of all devices."""
+    """A collective's name, its number, and whether it is one of the accelerators of a machine. In a turn of two
+    levels the outer one is time: its collectives are those of all devices."""
     if in_turns and not isinstance(step, (Communicate, Bucket)):
-        step = _of_devices(step, within(step))
+        members = within(step)
+        if members and all(m.time is None for m in members):
+            step = _of_devices(step, members)
     inside = not isinstance(step, (Communicate, Bucket)) and bool(within(step))
     return transfer_name(step, graph), number, inside
 

@@ -16,6 +16,7 @@ Two rows that cannot be had at once are refused (None), and so are excluded from
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +89,22 @@ def composes(call: Call, rule: OpRule, outer: Triple, inner: Triple) -> bool:
     return localize_nested(call, rule, held, within, 0, 4) is not None
 
 
-def localize_drawn(call: Call, rule: OpRule, level: Level, rank: int, world: int) -> LocalCall:
-    """The call of a random op, even where the shard has no elements: what is drawn must be drawn by all."""
-    shapes = (_shapes(call.inputs, "inputs", rule, level), _shapes(call.outputs, "outputs", rule, level))
-    return Local(call, rule, level.row, rank, world, *level.units, *shapes).default()
+def localize_drawn(call: Call, rule: OpRule, levels: Sequence[Level], rank: int, world: int) -> LocalCall:
+    """The call of a random op that ``levels`` divide, even where the shard has no elements: what is drawn must be
+    drawn by all."""
+    shapes = (_shapes(call.inputs, "inputs", rule, *levels), _shapes(call.outputs, "outputs", rule, *levels))
+    first = levels[0]
+    return Local(call, rule, first.row, rank, world, *first.units, *shapes).default()
+
+
+def merged(levels: Sequence[Level]) -> list[Level]:
+    """The levels that divide anything, from the outermost. Of those with equal rows the innermost stands for all:
+    its units lie within theirs."""
+    of: dict[Triple, Level] = {}
+    for level in levels:
+        if not runs_whole(level.row):
+            of[level.row] = level
+    return list(of.values())
 
 
 def _factor(rule: OpRule, level: Level) -> Factor | None:

@@ -51,7 +51,7 @@ def alternatives(
     asked = options or CompileOptions()
     compiled = compile_plan(model, args, kwargs, cluster, asked)
     plans = {COMPILED: compiled}
-    cluster = flat(cluster) if compiled.micro_batches > 1 or asked.zero is not None else cluster
+    cluster = flat(cluster) if asked.zero is not None else cluster
     if has_machines(cluster):
         ways: tuple[Machines, ...] = ("virtual", "flat")
         for way in ways:
