@@ -140,17 +140,17 @@ class _Alternation:
             if not tried[0].fits:
                 rounds.replaced += tried
                 short = True
-                fitting = self._fitting(tried[0])
-                if fitting is None:
+                tried = self._that_fit(tried[0])
+                if not tried:
                     break
-                evaluator, tried = fitting.evaluator, [fitting]
-            better, moved = with_best_ratios(evaluator, costs, ratios, lengths)
-            tried.append(evaluator(better, moved, but=", best ratios"))
+            else:
+                tried.append(self._at_best_ratios(tried[0]))
             rounds.candidates += tried
-            result = evaluator.result
-            rounds.iterations.append(
-                Iteration(start.name, index, ratios, result.cost, min(c.stages.seconds for c in tried))
-            )
+            for first, second in zip(tried[::2], tried[1::2], strict=True):
+                seconds = min(first.stages.seconds, second.stages.seconds)
+                rounds.iterations.append(Iteration(start.name, index, ratios, first.result.cost, seconds))
+            last = min((c for c in tried[1::2] if c.fits), key=lambda c: c.seconds, default=tried[-1])
+            result, better, moved = last.result, last.ratios, last.lengths
             key = (result.rows, result.moves, moved)
             if key in seen or moved == lengths:
                 break
@@ -181,16 +181,35 @@ class _Alternation:
         memory = self.ctx.cluster.devices
         return max(missing / memory[rank].memory for rank, missing in candidate.lacking.items())
 
-    def _fitting(self, short: Candidate) -> Candidate | None:
+    def _that_fit(self, short: Candidate) -> list[Candidate]:
+        """Candidates in the place of one that does not fit, in pairs: the best program that fits at its lengths,
+        and that at its best ratios; its own program at other ratios, if it fits there."""
+        free = self._free(short)
+        elsewhere = free if free.fits else self._at_best_ratios(short)
+        if not elsewhere.fits:
+            elsewhere = short
+        fitting = self._fitting(short, min(short.seconds, free.seconds), elsewhere)
+        tried = [] if fitting is None else [fitting, self._at_best_ratios(fitting)]
+        return tried if elsewhere is short else [*tried, elsewhere, elsewhere]
+
+    def _at_best_ratios(self, candidate: Candidate) -> Candidate:
+        """A candidate's program at the best ratios that keep within the memory."""
+        better, moved = with_best_ratios(candidate.evaluator, self.costs, candidate.ratios, candidate.lengths)
+        return candidate.evaluator(better, moved, but=", best ratios")
+
+    def _fitting(self, short: Candidate, least: float, elsewhere: Candidate) -> Candidate | None:
         """The candidate of the best program that fits in the place of one that does not; None where there is none,
-        or where it could not be better than what is known."""
+        or where it could not be better than what is known. ``least``: seconds of the one that does not fit, at its
+        best ratios without regard to memory too; ``elsewhere``: its program at ratios at which it may fit."""
         ctx, costs, rounds, lengths = self.ctx, self.costs, self.rounds, short.lengths
         if (ctx.least.at(lengths) > capacities(costs)).any():
             # Nothing fits at these lengths, so that no search is needed to know it.
             rounds.lacking = nearest(rounds.lacking, error_of(ctx, short))
             return None
         best = self._best()
-        if best is not None and self._least(short) >= best:
+        if best is not None and least >= best:
+            return None
+        if elsewhere.fits and least >= elsewhere.seconds:
             return None
         # Where others fit already, a few searches tell enough.
         quick = ctx.quick or best is not None
@@ -213,17 +232,17 @@ class _Alternation:
             rounds.lacking = nearest(rounds.lacking, error_of(ctx, candidate))
         return candidate
 
-    def _least(self, candidate: Candidate) -> float:
-        """Seconds of a candidate's program at its ratios, or at the best ones without regard to memory."""
+    def _free(self, candidate: Candidate) -> Candidate:
+        """A candidate's program at the best ratios without regard to memory."""
         ctx, evaluator = self.ctx, candidate.evaluator
         if self.costs.world == 1:
-            return candidate.seconds
+            return candidate
         with ctx.clock("balance"):
             better = optimise(
                 ctx.theory, self.costs, evaluator.program, candidate.ratios, stages=evaluator.step.stages
             )
             lengths = lengths_for(ctx.theory.axes, better)
-            return min(candidate.seconds, evaluator.step.seconds(lengths))
+        return evaluator(better, lengths, but=", best ratios")
 
     def _best(self) -> float | None:
         """The fewest seconds of a candidate that fits, here or on other devices; None where none does."""
