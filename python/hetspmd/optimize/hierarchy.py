@@ -13,6 +13,7 @@ have several segments; inside, where all shares are even, those change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -94,16 +95,43 @@ def cheaper(
 def step_across(ctx: Synthesis) -> Step:
     """The best step across virtual devices.
 
-    In micro-batches, the collectives that are in the loop are those of the best candidate. Raises what
-    :func:`hetspmd.optimize.synthesize.synthesize` raises, and MemoryLimitError where the accelerators' memory does
-    not suffice.
+    In micro-batches, the collectives that are in the loop are those of the best candidate. Where the machines'
+    memory is short as it is counted of them, the best step without regard to it is the best one if the accelerators
+    have the memory for it. Raises what :func:`hetspmd.optimize.synthesize.synthesize` raises, and MemoryLimitError
+    where the accelerators' memory does not suffice.
     """
+    try:
+        step = _within_memory(ctx)
+    except MemoryLimitError:
+        if (roomy := _without_regard(ctx)) is None:
+            raise
+        return roomy
+    if step[0].rounds is not None or (roomy := _without_regard(ctx)) is None:
+        return step
+    return min(step, roomy, key=lambda s: s[0].best.seconds + s[1].seconds)
+
+
+def _best_of(ctx: Synthesis) -> Outcome:
+    return synthesize(ctx) if ctx.batches is None else synthesize_step(ctx)[1]
+
+
+def _without_regard(ctx: Synthesis) -> Step | None:
+    """The best step of machines of any memory, if the accelerators have the memory for it."""
+    devices = tuple(replace(device, memory=math.inf) for device in ctx.cluster.devices)
+    outcome = _best_of(replace(ctx, cluster=replace(ctx.cluster, devices=devices), bound=None))
+    step = counting_inside(ctx, (outcome, inside_of(of_candidate(ctx, outcome.best), outcome.best)))
+    return None if lacking(ctx.cluster, step[1]) else step
+
+
+def _within_memory(ctx: Synthesis) -> Step:
+    """The best step of machines that hold what they have memory for, as it is counted of them. Where that does not
+    suffice for their accelerators, they are planned again with less."""
     tight = ctx
     names = [d.name for d in ctx.cluster.devices]
     nearest_one: MemoryLimitError | None = None
     for _ in range(ctx.thresholds.machine_memory_attempts):
         try:
-            outcome = synthesize(tight) if ctx.batches is None else synthesize_step(tight)[1]
+            outcome = _best_of(tight)
         except MemoryLimitError:
             if nearest_one is None:
                 raise
@@ -128,13 +156,15 @@ def step_across(ctx: Synthesis) -> Step:
 
 def counting_inside(ctx: Synthesis, step: Step) -> Step:
     """The best step of the same machines, counting what the accelerators add to each candidate. ``step`` has the
-    candidate that is the best without that.
+    candidate that is the best without that, whose accelerators may lack memory.
 
     Of the candidates that compute alike at the same ratios, only the fastest is looked at: how parameters are
     stored and how far ahead they are gathered changes little inside.
     """
     outcome, inside = step
     least, without_gain = outcome.best.seconds + inside.seconds, 1 - ctx.thresholds.inside_gain
+    if lacking(ctx.cluster, inside):
+        least = math.inf
     chosen: Candidate | None = None
     others = _computing_otherwise(ctx.theory, outcome, least * without_gain)
     for candidate in others[: ctx.thresholds.inside_candidates]:
@@ -183,14 +213,18 @@ def segments_across(
     (:func:`~hetspmd.optimize.segmentation.in_segments`).
 
     With what the accelerators add, one of several segments must be shorter, unless a number of segments is asked
-    for. One whose accelerators' memory does not suffice is not taken.
+    for. One whose accelerators' memory does not suffice is not taken, nor one of which they have no program.
     """
     outcome, inside = step
     # What the accelerators add is not in the rounds, which thus do not tell whether cuts gain.
     synthesis, other = in_segments(ctx, replace(outcome, rounds=None), segments, constraints)
     if synthesis is ctx:
         return ctx, (other, inside)
-    own = inside_of(of_candidate(synthesis, other.best), other.best)
+    try:
+        own = inside_of(of_candidate(synthesis, other.best), other.best)
+    except (InfeasibleError, SearchError):
+        # The copies at cuts, which accelerators divide, are read by what they must run alike.
+        return ctx, step
     one = outcome.best.seconds + inside.seconds
     longer = other.best.seconds + own.seconds >= one
     missed = {rank: missing for rank, (missing, _) in lacking(ctx.cluster, own).items()}
