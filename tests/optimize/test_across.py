@@ -76,7 +76,10 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+            for _ in range(5)
+        )
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
