@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -111,8 +111,8 @@ def synthesize(
     """
     costs = ctx.costs(ctx.everyone)
     rounds = rounds or rounds_on_all(ctx)
-    if ctx.quick and not any(candidate.fits for candidate in rounds.candidates):
-        raise _none_fits(rounds.lacking)  # fewer devices have less memory; ZeRO's levels are tried besides
+    fits = any(candidate.fits for candidate in rounds.candidates)
+    found = _at_last(ctx, rounds.lacking) if ctx.quick and not fits else None
     kinds = baselines(ctx, costs, ("tensor_parallel",) if beside and ctx.brief else None)
     tried, best = _on_all(ctx, costs, list(kinds.values()), rounds)
     alone = {"fastest_device_alone": float(min(costs.alone()))}
@@ -139,9 +139,9 @@ def synthesize(
             winners.append(_Subset(part, better, rounds))
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
-        raise _none_fits(lacking)
-    stored = _all_with_storage(ctx, winners, best, tried)
-    best = best_of(ctx, stored) or best
+        winners = [found or _at_last(ctx, lacking)]
+        tried.append(best := winners[0].best)
+    best = best_of(ctx, stored := _all_with_storage(ctx, winners, best, tried)) or best
     own = next(s.rounds for s, c in zip(winners, stored, strict=True) if c is best)
     if len(best.active) < ctx.cluster.world and len(winners[0].best.active) == ctx.cluster.world:
         seconds["all_devices"] = stored[0].seconds
@@ -276,6 +276,31 @@ def _with_storage(
     stored, more = storage_variants(ctx, subset.costs, candidate)
     tried += more
     return stored
+
+
+def _at_last(ctx: Synthesis, lacking: MemoryLimitError | None) -> _Subset:
+    """:func:`_without_regard` where no candidate fits. Raises MemoryLimitError if that does not either: fewer
+    devices have less memory, and ZeRO's levels are tried besides."""
+    found = _without_regard(ctx, lacking)
+    if found is None:
+        raise _none_fits(lacking)
+    return found
+
+
+def _without_regard(ctx: Synthesis, lacking: MemoryLimitError | None) -> _Subset | None:
+    """The best candidate without regard to memory, where what was found lacks little, if it fits: rounds and
+    storage may come to less memory than what stands before it needs."""
+    amounts = () if lacking is None else lacking.lacking.values()
+    if any(missing > ctx.thresholds.nearly_fits * whole for missing, whole in amounts):
+        return None
+    devices = tuple(replace(device, memory=math.inf) for device in ctx.cluster.devices)
+    outcome = synthesize(replace(ctx, cluster=replace(ctx.cluster, devices=devices), bound=None))
+    best, costs = outcome.best, ctx.costs(outcome.best.active)
+    distance = best.evaluator.prefetch_distance
+    evaluator = Evaluator(ctx, costs, best.result, best.active, None, best.reason, distance)
+    candidate = evaluator(best.ratios, best.lengths)
+    rounds = Rounds(iterations=list(outcome.iterations))
+    return _Subset(costs, candidate, rounds) if candidate.fits else None
 
 
 def _none_fits(lacking: MemoryLimitError | None) -> MemoryLimitError:

@@ -23,6 +23,10 @@ class Thresholds:
     memory_attempts: int = 4
     """Attempts at ratios whose whole units keep within the memory."""
 
+    nearly_fits: float = 0.05
+    """The part of a device's memory that the nearest program may lack, for the best one without regard to memory to
+    be looked at."""
+
     far_from_fitting: float = 0.5
     """The part of a device's memory that the nearest program lacks, from which on a quick synthesis tries no other
     ratios, and that a program lacks with one sample in each micro-batch, where it is tried in no number of them."""
