@@ -99,6 +99,7 @@ class _Alternation:
         self.ctx, self.costs, self.active, self.within, self.worth = ctx, costs, active, within, worth
         self.limited = bool(np.isfinite(capacities(costs)).any())
         self.rounds = Rounds()
+        self._latest: Candidate | None = None  # what the last round came to
 
     def run(self, starts: Sequence[tuple[str, Ratios | Matrix]]) -> Rounds:
         """The rounds from all starts."""
@@ -149,13 +150,14 @@ class _Alternation:
             for first, second in zip(tried[::2], tried[1::2], strict=True):
                 seconds = min(first.stages.seconds, second.stages.seconds)
                 rounds.iterations.append(Iteration(start.name, index, ratios, first.result.cost, seconds))
-            last = min((c for c in tried[1::2] if c.fits), key=lambda c: c.seconds, default=tried[-1])
-            result, better, moved = last.result, last.ratios, last.lengths
+            result, better, moved = tried[1].result, tried[1].ratios, tried[1].lengths
+            compared = [c for c in (self._latest, *tried[:2]) if c is not None]
+            self._latest = tried[1]
             key = (result.rows, result.moves, moved)
             if key in seen or moved == lengths:
                 break
             again = index or ctx.quick
-            if result.stop_reason == "memory" and again and not _much_better(ctx, rounds.candidates[-3:]):
+            if result.stop_reason == "memory" and again and not _much_better(ctx, compared):
                 break
             if self._hopeless(short=short):
                 break
@@ -186,21 +188,19 @@ class _Alternation:
         and that at its best ratios; its own program at other ratios, if it fits there."""
         free = self._free(short)
         elsewhere = free if free.fits else self._at_best_ratios(short)
-        if not elsewhere.fits:
-            elsewhere = short
-        fitting = self._fitting(short, min(short.seconds, free.seconds), elsewhere)
+        fitting = self._fitting(short, min(short.seconds, free.seconds))
         tried = [] if fitting is None else [fitting, self._at_best_ratios(fitting)]
-        return tried if elsewhere is short else [*tried, elsewhere, elsewhere]
+        return [*tried, elsewhere, elsewhere] if elsewhere.fits else tried
 
     def _at_best_ratios(self, candidate: Candidate) -> Candidate:
         """A candidate's program at the best ratios that keep within the memory."""
         better, moved = with_best_ratios(candidate.evaluator, self.costs, candidate.ratios, candidate.lengths)
         return candidate.evaluator(better, moved, but=", best ratios")
 
-    def _fitting(self, short: Candidate, least: float, elsewhere: Candidate) -> Candidate | None:
+    def _fitting(self, short: Candidate, least: float) -> Candidate | None:
         """The candidate of the best program that fits in the place of one that does not; None where there is none,
         or where it could not be better than what is known. ``least``: seconds of the one that does not fit, at its
-        best ratios without regard to memory too; ``elsewhere``: its program at ratios at which it may fit."""
+        best ratios without regard to memory too."""
         ctx, costs, rounds, lengths = self.ctx, self.costs, self.rounds, short.lengths
         if (ctx.least.at(lengths) > capacities(costs)).any():
             # Nothing fits at these lengths, so that no search is needed to know it.
@@ -208,8 +208,6 @@ class _Alternation:
             return None
         best = self._best()
         if best is not None and least >= best:
-            return None
-        if elsewhere.fits and least >= elsewhere.seconds:
             return None
         # Where others fit already, a few searches tell enough.
         quick = ctx.quick or best is not None
