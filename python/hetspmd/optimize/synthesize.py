@@ -112,7 +112,7 @@ def synthesize(
     costs = ctx.costs(ctx.everyone)
     rounds = rounds or rounds_on_all(ctx)
     fits = any(candidate.fits for candidate in rounds.candidates)
-    found = _at_last(ctx, rounds.lacking) if ctx.quick and not fits else None
+    found = _at_last(ctx, rounds.lacking, subsets) if ctx.quick and not fits else None
     kinds = baselines(ctx, costs, ("tensor_parallel",) if beside and ctx.brief else None)
     tried, best = _on_all(ctx, costs, list(kinds.values()), rounds)
     alone = {"fastest_device_alone": float(min(costs.alone()))}
@@ -139,7 +139,7 @@ def synthesize(
             winners.append(_Subset(part, better, rounds))
             best = best_of(ctx, [better] if best is None else [best, better])
     if best is None:
-        winners = [found or _at_last(ctx, lacking)]
+        winners = [found or _at_last(ctx, lacking, subsets)]
         tried.append(best := winners[0].best)
     best = best_of(ctx, stored := _all_with_storage(ctx, winners, best, tried)) or best
     own = next(s.rounds for s, c in zip(winners, stored, strict=True) if c is best)
@@ -278,23 +278,27 @@ def _with_storage(
     return stored
 
 
-def _at_last(ctx: Synthesis, lacking: MemoryLimitError | None) -> _Subset:
+def _at_last(
+    ctx: Synthesis, lacking: MemoryLimitError | None, subsets: Iterable[tuple[int, ...]] | None
+) -> _Subset:
     """:func:`_without_regard` where no candidate fits. Raises MemoryLimitError if that does not either: fewer
     devices have less memory, and ZeRO's levels are tried besides."""
-    found = _without_regard(ctx, lacking)
+    found = _without_regard(ctx, lacking, None if subsets is None else ())
     if found is None:
         raise _none_fits(lacking)
     return found
 
 
-def _without_regard(ctx: Synthesis, lacking: MemoryLimitError | None) -> _Subset | None:
+def _without_regard(
+    ctx: Synthesis, lacking: MemoryLimitError | None, subsets: Iterable[tuple[int, ...]] | None
+) -> _Subset | None:
     """The best candidate without regard to memory, where what was found lacks little, if it fits: rounds and
     storage may come to less memory than what stands before it needs."""
     amounts = () if lacking is None else lacking.lacking.values()
     if any(missing > ctx.thresholds.nearly_fits * whole for missing, whole in amounts):
         return None
     devices = tuple(replace(device, memory=math.inf) for device in ctx.cluster.devices)
-    outcome = synthesize(replace(ctx, cluster=replace(ctx.cluster, devices=devices), bound=None))
+    outcome = synthesize(replace(ctx, cluster=replace(ctx.cluster, devices=devices), bound=None), subsets)
     best, costs = outcome.best, ctx.costs(outcome.best.active)
     distance = best.evaluator.prefetch_distance
     evaluator = Evaluator(ctx, costs, best.result, best.active, None, best.reason, distance)
