@@ -31,13 +31,13 @@ from hetspmd.lower.aliases import SILENT_VIEWS
 from hetspmd.lower.emit import DTYPE, SHAPE, VALUE, item, take_saved
 from hetspmd.lower.local_program import LocalGraphs
 from hetspmd.lower.small_values import in_windows, reading_less
-from hetspmd.trace.compat.compilers import pooling_by_offsets
+from hetspmd.trace.compat.compilers import POOLED_INDICES
 from hetspmd.trace.compat.tensors import is_op
 from hetspmd.trace.values import torch_dtype
 
 aten = torch.ops.aten
 
-FUSED = frozenset({aten._to_copy.default, *(pooling_by_offsets() or ())[1:]})
+FUSED = frozenset({"aten::_to_copy", POOLED_INDICES})
 """Elementwise ops that torch does not tag so."""
 
 PASSED = frozenset(
@@ -104,7 +104,7 @@ def is_fused(node: fx.Node) -> bool:
     if not is_op(node.target) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
     schema = node.target._schema
-    if node.target in FUSED:
+    if schema.name in FUSED:
         return True
     if not schema.name.startswith("aten::") or schema.is_mutable or len(schema.returns) != 1:
         return False

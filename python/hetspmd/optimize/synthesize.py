@@ -295,6 +295,8 @@ def _without_regard(
     """The best candidate without regard to memory, where what was found lacks little, if it fits: rounds and
     storage may come to less memory than what stands before it needs."""
     amounts = () if lacking is None else lacking.lacking.values()
+    if all(device.memory == math.inf for device in ctx.cluster.devices):
+        return None  # what is lacking is another limit, as that of rows
     if any(missing > ctx.thresholds.nearly_fits * whole for missing, whole in amounts):
         return None
     devices = tuple(replace(device, memory=math.inf) for device in ctx.cluster.devices)

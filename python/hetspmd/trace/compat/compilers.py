@@ -28,6 +28,10 @@ MODES: Final = frozenset({None, "default", "max-autotune-no-cudagraphs"})
 """Modes that do not capture what they have compiled: captures hold what they read."""
 
 
+POOLED_INDICES: Final = "prims::_low_memory_max_pool_offsets_to_indices"
+"""The name of the second of :func:`pooling_by_offsets`."""
+
+
 def compiled_taking(
     graph: fx.GraphModule, options: Mapping[str, Any], values: Sequence[object], *, free: bool = False
 ) -> Compiled | None:
