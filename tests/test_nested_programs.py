@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 from unittest.mock import patch
 
 import pytest
@@ -22,11 +24,11 @@ from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.lower import lower_place, passes
 from hetspmd.placement import PARTIAL
 from hetspmd.program.layout import Region
-from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace
+from hetspmd.program.level_layout import LevelKey, LevelLayout, RankPlace, Rows
 from hetspmd.program.levels import Nested, Together, between, within
 from hetspmd.program.nesting import inner_rows
 from hetspmd.program.program import Program
-from hetspmd.rules.rule import Triple
+from hetspmd.rules.rule import LocalCall, Triple
 from scheduled import nested_steps
 from test_random_programs import TOLERANCE, Subject, subject
 from workbench import CPU, largest_error, randomness
@@ -36,7 +38,16 @@ from program_builder import Builder, build, cheap_random_program, random_program
 MODES = ("random", "data parallel", "cheap")
 
 
-def inner_program(of: Subject, layout: LevelLayout, outer: Program, seed: int, mode: str) -> Program:
+class Composing(Protocol):
+    """Says whether rows go together, on each rank."""
+
+    @property
+    def places(self) -> Sequence[RankPlace]: ...
+
+    def call(self, instruction: int, rows: Rows, at: RankPlace) -> LocalCall | None: ...
+
+
+def inner_program(of: Subject, layout: Composing, outer: Program, seed: int, mode: str) -> Program:
     """A program whose rows go together with those of ``outer``."""
     theory, rows = of.theory, inner_rows(outer)
     batch = theory.batch_axes

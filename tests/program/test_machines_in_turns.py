@@ -96,7 +96,7 @@ def case(name: str, seed: int, *, segments: bool = False) -> InTurns:
     loop = replace(loop, count=len(parts), turns=turn_lengths(theory, loop.loop.axes, parts))
     outer = (random_program if seed % 2 else cheap_random_program)(theory, seed)
     layout = MachineTurnLayout(theory, loop, uneven(theory, len(accelerators), seed), accelerators)
-    inner = inner_program(of, _InTime(layout), outer, seed, MODES[seed % 3])  # type: ignore[arg-type]  # as it is used
+    inner = inner_program(of, _InTime(layout), outer, seed, MODES[seed % 3])
     size, inside = BUCKETS[seed // 3 % 3], BUCKETS[(seed // 3 + seed) % 3]
     steps = nest_turns(theory, (outer, make_schedule(theory, outer, size)), loop, inner, inside)
     return InTurns(of, outer, inner, steps, layout)

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from hetspmd.optimize.in_micro_batches import in_micro_batches
 from hetspmd.optimize.zero_levels import repeated_in
 from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
-from hetspmd.program.levels import Both, between, within
+from hetspmd.program.levels import Both, Transfer, between, within
 from hetspmd.program.program import Communicate
 from hetspmd.record.timestamps import transfer_name
 from hetspmd.rules.theory import derive
@@ -50,7 +50,7 @@ KINDS = {
 """Programs of the machines, and the level of ZeRO of which collectives are in the loop."""
 
 
-def compiled(of: Traced | Case, devices: Cluster, count: int, **options: Any) -> Plan:
+def compiled(of: Traced | Case, devices: Cluster, count: int | str, **options: Any) -> Plan:
     example = of.example if isinstance(of, Traced) else of.batch
     given = {"machines": "virtual", "micro_batches": count, "loss": getattr(of, "loss", None)} | options
     return hetspmd.compile(of.model, example, devices, **given)
@@ -154,7 +154,7 @@ def test_both_ways_are_compared() -> None:
     """The cheaper one is kept, with the other one's seconds; in any number of micro-batches that is asked for."""
     c, devices = case("mlp"), machines(2, 3)
     for count in (2, "auto"):
-        plans = {way: compiled(c, devices, count, machines=way) for way in ("virtual", "flat", "auto")}  # type: ignore[arg-type]  # or a word
+        plans = {way: compiled(c, devices, count, machines=way) for way in ("virtual", "flat", "auto")}
         assert plans["virtual"].inside is not None
         assert plans["flat"].cluster == flat(devices)
         seconds = {way: plan.cost.step_seconds for way, plan in plans.items()}
@@ -251,7 +251,7 @@ def test_recorded(tmp_path: Path) -> None:
     every = [step for _, step in steps.together(("before", "in", "after"))]
     assert bool(inside) == any(within(step) for step in every)
     others = {one.name for one in measured.carried} - {one.name for one in inside}
-    assert others == {transfer_name(step, plan.graph) for step in every if between(step)}  # type: ignore[arg-type]  # a transfer
+    assert others == {transfer_name(cast(Transfer, step), plan.graph) for step in every if between(step)}
 
 
 @pytest.mark.parametrize("active", [(0, 2), (1,)])
@@ -292,7 +292,7 @@ def test_memory_that_one_batch_does_not_fit() -> None:
     limit = machines(2, 2, memory="20000B")
     with pytest.raises(MemoryLimitError):
         compiled(c, limit, 1)
-    plan = compiled(c, limit, "auto")  # type: ignore[arg-type]  # a word
+    plan = compiled(c, limit, "auto")
     assert plan.micro_batches > 1
     assert plan.inside is not None
     assert max(plan.inside.memory_bytes) <= limit.devices[0].memory / 2

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
@@ -52,6 +52,11 @@ class RankPlace:
 
     machine: int
     inside: int = 0
+
+
+def rebalances(step: object) -> TypeGuard[Across]:
+    """Whether a step is a rebalance between machines that lies inside of them as before."""
+    return isinstance(step, Across) and KINDS[step.kind].keeps_dim and step.collected == step.handed_out
 
 
 class LevelLayout:
@@ -193,13 +198,7 @@ class LevelLayout:
         if isinstance(step, Communicate):
             alike = KINDS[step.kind].keeps_dim
             return self.world == 1 or (alike and self.outer.agrees(step.tensor, step.source, step.target))
-        if (
-            not isinstance(step, Across)
-            or not KINDS[step.kind].keeps_dim
-            or step.collected != step.handed_out
-        ):
-            return False
-        return self.outer.agrees(step.tensor, step.source, step.target)
+        return rebalances(step) and self.outer.agrees(step.tensor, step.source, step.target)
 
     def drawn_alike(self, instruction: int, rows: Rows) -> bool:
         """Whether a random instruction draws slices of which several accelerators have the same."""

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from hetspmd.cluster.collective_kinds import KINDS
 from hetspmd.errors import PlanError
 from hetspmd.placement import REPLICATE, Placement, is_sharded, placement_text, same_dim, sharded_dim
 from hetspmd.program.layout import Region
 from hetspmd.program.lengths import Lengths, apportion
-from hetspmd.program.level_layout import LevelKey, RankPlace, Rows, as_copied
-from hetspmd.program.levels import Across
+from hetspmd.program.level_layout import LevelKey, RankPlace, Rows, as_copied, rebalances
 from hetspmd.program.micro_batches import MicroBatches
 from hetspmd.program.noise import divisible
 from hetspmd.program.turn_layout import TurnLayout
@@ -145,13 +143,7 @@ class MachineTurnLayout(TurnLayout):
     def is_nothing(self, step: object) -> bool:
         """Whether a step is a rebalance between machines of lengths that agree, there and inside: the value is
         there."""
-        if (
-            not isinstance(step, Across)
-            or not KINDS[step.kind].keeps_dim
-            or step.collected != step.handed_out
-        ):
-            return False
-        return self._of_devices.agrees(step.tensor, step.source, step.target)
+        return rebalances(step) and self._of_devices.agrees(step.tensor, step.source, step.target)
 
     def _evenly(self, units: int, machine: int) -> tuple[int, ...]:
         count = self.of_machines[machine]
