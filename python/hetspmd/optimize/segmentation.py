@@ -12,7 +12,7 @@ HAP leaves their number to the user. Here cost decides:
    no fewer seconds than those of one segment, and all that they found fits the memory, that is the end: what hides
    communication does so with one segment as well. More segments are tried while the simulated step gets shorter.
 
-The best pair wins, so a plan is never worse than with one segment.
+The best pair wins, so a plan is never worse than with one segment, unless a number of them is asked for.
 """
 
 from __future__ import annotations
