@@ -37,13 +37,15 @@ class Searcher:
         time_limit: float,
         max_expansions: int,
         memory_limit: int,
+        max_sweeps: int | None = None,
         incumbent: str | None = None,
         allowed: bytes | None = None,
         folded: bool = False,
         tolerance: int = 0,
         progress: Callable[[float, int, int | None], object] | None = None,
     ) -> str:
-        """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden.
+        """As :func:`solve`; ``allowed`` has one byte per row, 0 where it is forbidden. ``max_sweeps``: message
+        passing ends after so many sweeps, and the search with it.
 
         ``folded``: among the programs in which instructions are alike (:meth:`fold`), of which alone the bound is
         then. Raises ValueError where none are known to be. ``tolerance``: a program that costs at most this much

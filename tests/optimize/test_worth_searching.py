@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetspmd.optimize import alternation
+from hetspmd.optimize import alternation, synthesize
 from hetspmd.optimize.alternation import Rounds, alternate
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.program.lengths import lengths_for
@@ -100,3 +100,33 @@ def test_rounds_end_where_what_fits_is_much_slower_than_elsewhere(monkeypatch: p
     ended = alternate(ctx, costs, ctx.everyone, start, worth=first / 1.2)
     assert len(ended.iterations) == 1 < len(usual.iterations)
     assert len(alternate(ctx, costs, ctx.everyone, start, worth=first).iterations) > 1
+
+
+def test_rounds_end_where_memory_is_not_short_too() -> None:
+    theory, free = stack_theory(), devices(*SHARES)
+    ctx = Synthesis(theory, free, Constraints({}), Limits())
+    costs, start = ctx.costs(ctx.everyone), (("even", (0.25,) * 4),)
+    usual = alternate(ctx, costs, ctx.everyone, start)
+    assert not usual.replaced, "everything fits"
+    first = min(c.seconds for c in usual.candidates[:2])
+    ended = alternate(ctx, costs, ctx.everyone, start, worth=first / 1.2)
+    assert len(ended.iterations) == 1 < len(usual.iterations)
+    assert len(alternate(ctx, costs, ctx.everyone, start, worth=first).iterations) > 1
+
+
+def test_much_slower_devices_get_no_programs_that_hide_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx, asked = context(2.0), list[float]()
+    usual = synthesize.overlap_variants
+
+    def watched(*args: Any) -> Any:
+        asked.append(args[3].seconds)
+        return usual(*args)
+
+    monkeypatch.setattr(synthesize, "overlap_variants", watched)
+    ranks = (0, 1)
+    synthesize._on_subset(ctx, ctx.costs(ranks), ranks, math.inf)
+    (least,) = asked
+    for worth, tried in ((least / 1.2, 1), (least / 1.3, 0)):
+        asked.clear()
+        synthesize._on_subset(ctx, ctx.costs(ranks), ranks, worth)
+        assert len(asked) == tried

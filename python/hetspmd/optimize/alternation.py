@@ -80,7 +80,7 @@ def alternate(
     ``worth``: seconds of a step by a candidate on other devices, which fits. A start whose best program without
     regard to memory takes longer than that, or than one that fits from another start, at the best ratios too, is
     not searched at prices of memory; the start that lacks least memory comes first therefore. Where the first
-    programs that fit take much longer than ``worth``, there are no further rounds.
+    programs take much longer than ``worth``, there are no further rounds.
     """
     return _Alternation(ctx, costs, active, within, worth).run(starts)
 
@@ -114,7 +114,7 @@ class _Alternation:
             short = self._from(start)
             if ctx.quick and short and not rounds.candidates and _far(ctx, rounds.lacking):
                 break
-            if self._hopeless(short=short):
+            if self._hopeless():
                 break
             if short and not queue and start.name != "memory":
                 by = by_segment(by_memory(self.costs), segments)
@@ -159,7 +159,7 @@ class _Alternation:
             again = index or ctx.quick
             if result.stop_reason == "memory" and again and not _much_better(ctx, compared):
                 break
-            if self._hopeless(short=short):
+            if self._hopeless():
                 break
             seen.add(key)
             ratios, before = better, result
@@ -248,9 +248,9 @@ class _Alternation:
         known += [self.worth] if self.worth < math.inf else []
         return min(known, default=None)
 
-    def _hopeless(self, *, short: bool) -> bool:
-        """Whether memory is short here, and what fits takes much longer than what fits on other devices."""
-        if not short or self.worth == math.inf:
+    def _hopeless(self) -> bool:
+        """Whether what fits takes much longer than what fits on other devices."""
+        if self.worth == math.inf:
             return False
         most = self.worth * (1 + self.ctx.thresholds.near_best)
         candidates = self.rounds.candidates

@@ -185,18 +185,33 @@ class Synthesis:
         """The best program at these lengths by additive costs (:meth:`hetspmd.search.search.Searcher.search`).
 
         A quick synthesis takes alike layers alike (:mod:`hetspmd.search.folding`), and so does one whose searches
-        are hard. They prove no bound, but where the result is to be ``certain``. Raises InfeasibleError if there is
-        none, SearchError if a limit struck before the first was found.
+        are hard, from the first that turns out to be. They prove no bound, but where the result is to be
+        ``certain``. Raises InfeasibleError if there is none, SearchError if a limit struck before the first was
+        found.
         """
+        searcher = self.searcher
 
-        def found(*, folded: bool = False) -> SearchResult:
-            return self.searcher.search(
-                costs, lengths, self.limits, within=within, start=start, overlap=overlap, folded=folded
+        def found(start: SearchResult | None, *, folded: bool = False, brief: bool = False) -> SearchResult:
+            return searcher.search(
+                costs,
+                lengths,
+                self.limits,
+                within=within,
+                start=start,
+                overlap=overlap,
+                folded=folded,
+                brief=brief,
             )
 
         with self.clock("synth"):
-            if not certain and within is None and (self.quick or self.searcher.hard) and self.searcher.folds:
+            if certain or within is not None:
+                return found(start)
+            if not self.quick and not searcher.hard:
+                start = found(start, brief=True)
+                if start.stop_reason != "sweep_limit":
+                    return start
+            if searcher.folds:
                 with suppress(InfeasibleError):
-                    result = found(folded=True)
+                    result = found(start, folded=True)
                     return replace(result, lower_bound=0.0, gap=1.0, stop_reason="folded")
-            return found()
+            return found(start)

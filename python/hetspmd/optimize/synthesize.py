@@ -231,8 +231,9 @@ def _on_subset(
         place = best_of(ctx, rounds.candidates) or next(
             (c for c in rounds.replaced if c.seconds < worth), None
         )
-        more = [] if place is None else overlap_variants(ctx, costs, ranks, place, rounds)
-        return rounds.candidates + more, rounds
+        if place is None or place.seconds > worth * (1 + ctx.thresholds.near_best_prefetch):
+            return rounds.candidates, rounds
+        return rounds.candidates + overlap_variants(ctx, costs, ranks, place, rounds), rounds
     alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
     rounds = alternate(ctx, costs, ranks, (("alone", (1.0,)),), alone)
     return rounds.candidates, rounds

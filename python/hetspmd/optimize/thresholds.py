@@ -81,7 +81,8 @@ class Thresholds:
     """A largest shard that is larger than the mean by at most this part of it counts as even."""
 
     near_best_prefetch: float = 0.25
-    """Candidates whose prefetching may gain are slower than the best by at most this part."""
+    """Candidates that may gain by prefetched parameters or hidden communication are slower than the best by at most
+    this part."""
 
     prefetch_candidates: int = 4
     """Candidates of which prefetch distances are tried."""

@@ -194,9 +194,9 @@ class _Lagrangian(Relaxation):
             earlier.found_on = known.ranks
 
     def _unfolded(self, over: bool) -> None:
-        """Search among all programs: for a bound and, where that is far, at the prices of the best program so far
-        for one whose alike layers differ. Where none has been found, search as before, unless all lacked much or it
-        is ``over``."""
+        """Search among all programs: for a bound and, where that is far and such searches are not hard, at the
+        prices of the best program so far for one whose alike layers differ. Where none has been found, search as
+        before, unless all lacked much or it is ``over``."""
         self.unfold()
         if self.best is None:
             if not over and not self.lacks_much():
@@ -204,7 +204,7 @@ class _Lagrangian(Relaxation):
             return
         try:
             self.search(self.top)
-            if self.won is not None and not self.close(WIDE):
+            if not (self.won is None or self.searcher.hard or self.close(WIDE)):
                 self.search(*self.won)
         except SearchError:
             pass

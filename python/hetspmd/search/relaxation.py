@@ -125,6 +125,7 @@ class Relaxation:
             start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
             folded=self.folded,
+            brief=self.searcher.hard and not self.folded,
         )
         self.tried = at, tilt, estimated
         if tilt == 0.0:

@@ -23,8 +23,8 @@ from hetspmd.search.order import assemble_program
 from hetspmd.search.pricing import Priced, Prices, Pricing
 from hetspmd.search.space import Move, Space
 
-HARD: Final = 500
-"""Sweeps after which a search among all programs was a hard one: its bound is loose, as ResNet-50's is."""
+HARD: Final = 350
+"""Sweeps after which a search among all programs is a hard one: its bound is loose, as ResNet-50's is."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,12 @@ class Searcher:
     @property
     def folds(self) -> bool:
         """Whether the space has alike layers that are worth folding: many, or some where searches are hard."""
-        return self._folds(few=False) or (self.hard and self._folds(few=True))
+        return self._folds(few=False) or (self.hard and self._may_fold)
+
+    @property
+    def _may_fold(self) -> bool:
+        """Whether the space has alike layers, few as they may be."""
+        return self._folds(few=False) or self._folds(few=True)
 
     def _folds(self, *, few: bool) -> bool:
         """Whether the core knows alike layers, of which there may be ``few``."""
@@ -116,12 +121,14 @@ class Searcher:
         prices: Prices | None = None,
         overlap: float = 1.0,
         folded: bool = False,
+        brief: bool = False,
     ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
         ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. ``folded``:
-        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. Raises
+        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. ``brief``: where
+        alike layers can be folded, a hard search ends, with the best program so far and "sweep_limit". Raises
         InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
         program was found.
         """
@@ -140,6 +147,7 @@ class Searcher:
             time_limit=limits.seconds,
             max_expansions=limits.expansions,
             memory_limit=limits.memory,
+            max_sweeps=HARD if brief and self._may_fold else None,
             incumbent=incumbent,
             allowed=None if allowed is None else allowed.tobytes(),
             folded=folded,
@@ -150,6 +158,8 @@ class Searcher:
             raise InfeasibleError(
                 f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}"
             )
+        if solution["cost"] is None and solution["stop_reason"] == "sweep_limit":
+            return self.search(model, lengths, limits, within=within, prices=prices, overlap=overlap)
         if solution["cost"] is None:
             raise SearchError(
                 f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"

@@ -103,7 +103,10 @@ fn partial_programs(c: &mut Criterion) {
     reduce(&mut dense).expect("feasible");
     let dense = swept(ordered(&dense), 100);
     let mut tick = |_: &_| true;
-    let mut monitor = Monitor::new(Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX }, &mut tick);
+    let mut monitor = Monitor::new(
+        Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX, sweeps: u64::MAX },
+        &mut tick,
+    );
     group.bench_function("beam 100, dense 30", |b| {
         b.iter(|| beam::beam(&dense, NO_LIMIT, 100, &mut monitor));
     });

@@ -14,11 +14,13 @@ pub struct Limits {
     pub expansions: u64,
     /// Bytes that the model's tables and A* may hold.
     pub memory: u64,
+    /// Sweeps of message passing.
+    pub sweeps: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { time: 60.0, expansions: 100_000, memory: 4 << 30 }
+        Self { time: 60.0, expansions: 100_000, memory: 4 << 30, sweeps: u64::MAX }
     }
 }
 
@@ -110,6 +112,9 @@ impl<'a> Monitor<'a> {
         if self.expansions > self.limits.expansions {
             return Err(StopReason::ExpansionLimit);
         }
+        if self.sweeps >= self.limits.sweeps {
+            return Err(StopReason::SweepLimit);
+        }
         if self.bytes > self.limits.memory {
             return Err(StopReason::MemoryLimit);
         }
@@ -128,7 +133,7 @@ mod tests {
             (monitor.expansions, monitor.bytes) = (expansions, bytes);
             monitor.check()
         };
-        let limits = Limits { time: 60.0, expansions: 5, memory: 5 };
+        let limits = Limits { time: 60.0, expansions: 5, memory: 5, sweeps: u64::MAX };
         assert_eq!(run(limits, true, 5, 5), Ok(()));
         assert_eq!(run(limits, true, 6, 5), Err(StopReason::ExpansionLimit));
         assert_eq!(run(limits, true, 5, 6), Err(StopReason::MemoryLimit));

@@ -16,6 +16,8 @@ pub enum StopReason {
     MemoryLimit,
     /// The expansion limit struck, or would have long before a proof at the rate at which the bound rose.
     ExpansionLimit,
+    /// The limit on sweeps struck.
+    SweepLimit,
     /// The caller asked to stop.
     Interrupted,
     /// No program exists.

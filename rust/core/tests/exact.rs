@@ -155,7 +155,7 @@ proptest! {
     fn limits_leave_a_bound_and_a_program(problem in problems(5), expansions in 0..40u64, hurry in any::<bool>()) {
         let least = brute_force(&problem).map(|(cost, _)| cost);
         let time = if hurry { 0.0 } else { 1e9 };
-        let solution = solve_with(&problem, Limits { time, expansions, memory: 1 << 30 }, None);
+        let solution = solve_with(&problem, Limits { time, expansions, memory: 1 << 30, ..Limits::default() }, None);
         prop_assert!(least.is_none_or(|least| solution.lower_bound <= least));
         prop_assert!(solution.cost.is_none() || solution.cost >= least);
         prop_assert_eq!(solution.stop_reason == StopReason::Optimal, solution.cost == Some(solution.lower_bound));

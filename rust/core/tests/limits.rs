@@ -10,7 +10,7 @@ use support::random::dense;
 use support::transformer::{Config, transformer};
 use support::{solve as solve_fully, solve_with};
 
-const ROOMY: Limits = Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX };
+const ROOMY: Limits = Limits { time: 1e9, expansions: u64::MAX, memory: u64::MAX, sweeps: u64::MAX };
 
 fn hard() -> Problem {
     dense(160, 8)
@@ -63,6 +63,16 @@ fn memory_limit() {
     let solution = solve_with(&problem, Limits { memory: 1000, ..ROOMY }, None);
     assert_eq!(solution.stop_reason, StopReason::MemoryLimit);
     check(&problem, &solution);
+}
+
+#[test]
+fn sweep_limit() {
+    let problem = hard();
+    for sweeps in [0, 1, 20] {
+        let solution = solve_with(&problem, Limits { sweeps, ..ROOMY }, None);
+        assert_eq!((solution.stop_reason, solution.sweeps), (StopReason::SweepLimit, sweeps));
+        check(&problem, &solution);
+    }
 }
 
 #[test]

@@ -25,7 +25,7 @@ fn solve(
 ) -> PyResult<String> {
     let mut searcher = hetspmd_search::Searcher::new(parse(problem, "problem")?).map_err(malformed)?;
     let incumbent: Option<Assignment> = incumbent.map(|text| parse(text, "incumbent")).transpose()?;
-    let limits = limits(time_limit, max_expansions, memory_limit)?;
+    let limits = limits(time_limit, max_expansions, memory_limit, None)?;
     let asked = Asked { incumbent: incumbent.as_ref(), ..Asked::default() };
     text(&run(py, &mut searcher, limits, asked, progress.as_ref())?)
 }
@@ -60,13 +60,14 @@ impl Searcher {
     /// Finds a program of least cost.
     #[allow(clippy::needless_pass_by_value)] // Python hands over owned objects.
     #[allow(clippy::too_many_arguments)] // Keywords.
-    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, incumbent=None, allowed=None, folded=false, tolerance=0, progress=None))]
+    #[pyo3(signature = (*, time_limit, max_expansions, memory_limit, max_sweeps=None, incumbent=None, allowed=None, folded=false, tolerance=0, progress=None))]
     fn solve(
         &self,
         py: Python<'_>,
         time_limit: f64,
         max_expansions: u64,
         memory_limit: u64,
+        max_sweeps: Option<u64>,
         incumbent: Option<&str>,
         allowed: Option<&[u8]>,
         folded: bool,
@@ -74,7 +75,7 @@ impl Searcher {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<String> {
         let incumbent: Option<Assignment> = incumbent.map(|text| parse(text, "incumbent")).transpose()?;
-        let limits = limits(time_limit, max_expansions, memory_limit)?;
+        let limits = limits(time_limit, max_expansions, memory_limit, max_sweeps)?;
         let allowed: Option<Vec<bool>> = allowed.map(|bytes| bytes.iter().map(|&byte| byte != 0).collect());
         let mut searcher = self.lock()?;
         let asked = Asked { incumbent: incumbent.as_ref(), allowed: allowed.as_deref(), folded, tolerance };
@@ -124,11 +125,11 @@ fn run(
     outcome.map_err(malformed)
 }
 
-fn limits(time: f64, expansions: u64, memory: u64) -> PyResult<Limits> {
+fn limits(time: f64, expansions: u64, memory: u64, sweeps: Option<u64>) -> PyResult<Limits> {
     if time.is_nan() {
         return Err(PyValueError::new_err("time_limit is not a number"));
     }
-    Ok(Limits { time, expansions, memory })
+    Ok(Limits { time, expansions, memory, sweeps: sweeps.unwrap_or(u64::MAX) })
 }
 
 fn integers(bytes: &[u8]) -> PyResult<Vec<i64>> {
