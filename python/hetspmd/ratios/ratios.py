@@ -5,9 +5,10 @@
 :mod:`hetspmd.ratios.problem` is t as a function, :mod:`hetspmd.ratios.linear` the linear program. Beyond it:
 
 - A device without a share skips sharded ops with all their fixed cost. So the program is solved for sets of
-  devices as well: every set (up to equal devices) if there are at most ``device_sets``; else the fastest n - 1,
-  n - 2, ... while that helps, and the fastest n / 2, n / 4, ...; and the first device of each kind alone. Of
-  several segments each may leave out devices of its own, where there are few sets.
+  devices as well: every set (up to equal devices) if there are at most ``device_sets``; else the fastest n, n / 2,
+  n / 4, ..., and one more or fewer than the best of these while that helps; and the first device of each kind
+  alone. Of several segments each may leave out devices of its own, where there are few sets. A set whose lower
+  bound is no better than the best so far is left out (:mod:`hetspmd.ratios.lower_bound`).
 - Two segments whose lengths agree exchange nothing at their cuts, and no message: the latency of a rebalance is
   not convex. So neighbours are tied to each other, those whose ratios are nearest first: in small problems one pair
   after another while that helps, in large ones all, half of them, a quarter, ...
@@ -27,6 +28,7 @@ from hetspmd.cost.step import Stages
 from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.program.program import Program
 from hetspmd.ratios.linear import BalanceError, LinearProgram, NoRoomError, spread
+from hetspmd.ratios.lower_bound import LowerBound
 from hetspmd.ratios.problem import Mask, Problem, Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.starts import proportional
@@ -99,6 +101,7 @@ class _Search:
     def __init__(self, problem: Problem, start: Array) -> None:
         self.problem, self.start = problem, start
         self.best, self.value = start, problem.seconds_within(start)
+        self.bound = LowerBound(problem, start)
         self.groups = list(range(problem.segments))
 
     def consider(self, candidate: Array) -> bool:
@@ -112,6 +115,8 @@ class _Search:
     def on(self, present: Mask) -> bool:
         """Consider the best B with shares on the devices ``present``, of all segments or by segment."""
         every = np.broadcast_to(present, (self.problem.segments, len(present.T)))
+        if self.bound.seconds(every) >= self.value:
+            return False
         return self.consider(minimise(self.problem, every, self.start))
 
     def run(self) -> Array:
@@ -128,13 +133,7 @@ class _Search:
             if not with_share.all():
                 self.on(with_share)
         else:
-            waited = 0
-            for present in sets:
-                waited = 0 if self.on(present) else waited + 1
-                if waited > THRESHOLDS.sets_without_gain:
-                    break
-            for halving in range(1, world.bit_length()):
-                self.on(sets[-(world >> halving)])
+            self._by_size(sets)
         for kind in problem.kinds:
             alone = np.zeros((problem.segments, world))
             alone[:, kind[0]] = 1.0
@@ -144,6 +143,20 @@ class _Search:
                 self._by_segment(sets)
             self._tied()
         return self.best
+
+    def _by_size(self, sets: Sequence[Mask]) -> None:
+        """Of sets with n, n - 1, ... devices, consider n, n / 2, n / 4, ..., and the neighbours of the best of these
+        in both directions while that helps."""
+        world = len(sets)
+        sizes = [world >> halving for halving in range(world.bit_length())]
+        best = world
+        for size in sizes:
+            best = size if self.on(sets[-size]) else best
+        for step in (-1, 1):
+            waited, size = 0, best + step
+            while 1 <= size <= world and waited <= THRESHOLDS.sets_without_gain:
+                waited = 0 if size not in sizes and self.on(sets[-size]) else waited + 1
+                size += step
 
     def near(self, present: Mask) -> Array:
         """The best B found with shares on the devices ``present[s, j]``."""
