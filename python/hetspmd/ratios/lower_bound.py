@@ -6,8 +6,8 @@ all of the axis. By the supporting lines ``c_j + k_j B_j`` of its seconds, devic
 
     T = (1 + sum c_j / k_j) / (sum 1 / k_j)
 
-and the subsets that begin with the least c_j suffice. Each stage has its own shares here, and bounds of the ratios and
-memory are not looked at, so that no ratios on these devices, or on some of them, take less.
+and the subsets that begin with the least c_j suffice. Each stage has its own shares here, and bounds of the ratios
+and memory are not looked at, so that no ratios on these devices, or on some of them, take less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_SLOPE = 1e-30
 
 
 class LowerBound:
-    """Of a program, by its lines at the ratios ``at``, shape (segments, n). Each set of devices takes a few sums."""
+    """Of a program, by its lines at the ratios ``at``, shape (segments, n)."""
 
     def __init__(self, problem: Problem, at: Array) -> None:
         self.problem = problem

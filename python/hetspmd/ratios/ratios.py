@@ -145,8 +145,8 @@ class _Search:
         return self.best
 
     def _by_size(self, sets: Sequence[Mask]) -> None:
-        """Of sets with n, n - 1, ... devices, consider n, n / 2, n / 4, ..., and the neighbours of the best of these
-        in both directions while that helps."""
+        """Of sets with n, n - 1, ... devices, consider those with n, n / 2, n / 4, ..., and from the best of these
+        on one more or fewer while that helps."""
         world = len(sets)
         sizes = [world >> halving for halving in range(world.bit_length())]
         best = world
