@@ -123,6 +123,9 @@ class Problem:
             room_of, times = (0.0, 1.0) if room is None else (float(room.capacity[j]), float(room.times[j]))
             kinds.setdefault((int(model.kinds[j]), float(self.most[j]), room_of, times), []).append(j)
         self.kinds: tuple[tuple[int, ...], ...] = tuple(map(tuple, kinds.values()))
+        self._kind = np.empty(model.world)
+        for kind, members in enumerate(self.kinds):
+            self._kind[list(members)] = kind
         self.unsharded: Array = self.computation(np.zeros((self.segments, model.world))).max(axis=1)
 
     def _add_up(self, moves: Sequence[MoveForm]) -> None:
@@ -172,13 +175,23 @@ class Problem:
         shares: Array = np.where(self.sharded[:, None], ratios[self.segment], 1.0)
         return shares
 
+    def _unlike(self, ratios: Array) -> tuple[Index, Index]:
+        """The first of the devices that are of one kind and have the same shares, and for each device its place
+        among these."""
+        if len(self.kinds) == len(self._kind):
+            return np.arange(len(self._kind)), np.arange(len(self._kind))
+        every = np.concatenate([self._kind[None], ratios])
+        _, first, place = np.unique(every, axis=1, return_index=True, return_inverse=True)
+        return first, place.reshape(-1)
+
     def computation(self, ratios: Array) -> Array:
         """Seconds of each merged stage on each device."""
         seconds = np.zeros((len(self.signatures), self.model.world))
         for s in range(self.segments):
             own = self.segment == s
             seconds[own] = self.model.seconds(self.signatures[own], self.model.even_shares(ratios[s]))
-        stage_seconds: Array = self.counts @ seconds
+        first, place = self._unlike(ratios)
+        stage_seconds: Array = (self.counts @ seconds[:, first])[:, place]
         return stage_seconds
 
     def step_seconds(self, ratios: Array) -> float:
@@ -197,13 +210,15 @@ class Problem:
         slope = np.zeros((self.segments, len(self.weight), self.model.world))
         constant = np.zeros_like(slope)
         whole = np.zeros(slope.shape[1:])
+        first, place = self._unlike(ratios)
         for s in range(self.segments):
             own = self.segment == s
             up, at = self.model.supports(self.signatures[own], self.model.even_shares(ratios[s]))
+            up, at = up[:, first], at[:, first]
             counts, cut = self.counts[:, own], self.sharded[own]
-            slope[s] = counts @ up
-            constant[s] = counts[:, cut] @ at[cut]
-            whole += counts[:, ~cut] @ at[~cut]
+            slope[s] = (counts @ up)[:, place]
+            constant[s] = (counts[:, cut] @ at[cut])[:, place]
+            whole += (counts[:, ~cut] @ at[~cut])[:, place]
         return Lines(slope, constant, whole)
 
     def sets(self) -> list[Mask]:
