@@ -231,7 +231,10 @@ def _on_subset(
         place = best_of(ctx, rounds.candidates) or next(
             (c for c in rounds.replaced if c.seconds < worth), None
         )
-        if place is None or place.seconds > worth * (1 + ctx.thresholds.near_best_prefetch):
+        if place is None:
+            return rounds.candidates, rounds
+        # Where memory is short, what hides communication often holds less, and gains much.
+        if not rounds.replaced and place.seconds > worth * (1 + ctx.thresholds.near_best_prefetch):
             return rounds.candidates, rounds
         return rounds.candidates + overlap_variants(ctx, costs, ranks, place, rounds), rounds
     alone = ctx.searcher.space.within(known.single_device(ctx.theory, ctx.constraints.forms))
