@@ -81,7 +81,7 @@ def test_modules_that_are_not_alike() -> None:
         return str(found.value)
 
     for text in run_ranks(WORLD, rank):
-        assert 'rank 1 was made with batch="own"' in text
+        assert "rank 1 was made with batch='own'" in text
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetspmd.dist.random import Randomness
 from hetspmd.dist.simulated_world import run_ranks
-from hetspmd.errors import ExampleError, OptionError
+from hetspmd.errors import OptionError
 from hetspmd.lower.emit import item, take_saved
 from hetspmd.rules.kernels import dense, dense_rows
 from hetspmd.run.compiled_regions import in_stretches
@@ -143,7 +143,7 @@ def test_attention_without_dropout_is_compiled_with_what_is_around_it() -> None:
 
 def test_a_compiler_that_does_not_exist_is_named() -> None:
     c = case("mlp")
-    with pytest.raises(ExampleError, match="compile is True, False or a dict"):
+    with pytest.raises(OptionError, match="compile is True, False or a dict"):
         lone(c, compile="inductor")
     with pytest.raises(OptionError, match=r"'modus'.*torch.compile has no such argument; it has .*mode"):
         lone(c, compile={"modus": "default"})

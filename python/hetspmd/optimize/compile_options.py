@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from hetspmd.errors import ConstraintError, OptionError
@@ -100,6 +101,13 @@ class CompileOptions:
     progress: Callable[[str], object] | None = None
 
     def __post_init__(self) -> None:
+        if not is_seconds(self.time_limit) or not self.time_limit >= 0.0:
+            raise OptionError(
+                f"time_limit={self.time_limit!r}: give seconds, float('inf') for searches without an end"
+            )
+        for name in ("strict", "loss_only"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
         check_randomness(self.host_randomness)
         number = isinstance(self.segments, int) and not isinstance(self.segments, bool) and self.segments >= 1
         if self.segments != "auto" and not number:
@@ -147,6 +155,11 @@ class CompileOptions:
     def clock(self) -> Clock:
         """A clock that fills ``timings`` and tells ``progress``."""
         return Clock({} if self.timings is None else self.timings, self.progress)
+
+
+def is_seconds(value: object) -> bool:
+    """Whether a value can be a number of seconds."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def parted(

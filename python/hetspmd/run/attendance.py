@@ -17,9 +17,8 @@ import torch
 
 from hetspmd.dist.digest import digest
 from hetspmd.dist.doings import Doing, backward_onto
-from hetspmd.dist.parting import ranks_text
 from hetspmd.dist.roll import Roll, RollCall
-from hetspmd.errors import CollectiveMismatchError, HetspmdError, OptionError, RankFailedError
+from hetspmd.errors import CollectiveMismatchError, HetspmdError, RankFailedError
 from hetspmd.run.replicas import Piece, Replicas, device_kind
 
 if TYPE_CHECKING:
@@ -45,32 +44,17 @@ class Ranks:
     roll: Roll | None
 
 
-def meet_ranks(
-    communicator: Communicator, device: torch.device, seed: int, check: bool, batch: str = "whole"
-) -> Ranks:
-    """Let the ranks know each other. Raises OptionError, on every rank, unless ``check`` and ``batch`` are the
-    same on all."""
-    told = communicator.exchange(((seed, device_kind(device), device.type, check), batch))
-    own = [rank for rank, (_, given) in enumerate(told) if given == "own"]
-    if own and len(own) < len(told):
-        raise OptionError(
-            f'{ranks_text(own)} was made with batch="own", the others without; give every rank the same'
-        )
-    answers = [answer for answer, _ in told]
-    asked = [rank for rank, (*_, checks) in enumerate(answers) if checks]
-    if asked and len(asked) < len(answers):
-        others = ranks_text([rank for rank in range(len(answers)) if rank not in asked])
-        raise OptionError(
-            f"{others} was made with check_batches=False, {ranks_text(asked)} without; give every rank the same"
-        )
+def meet_ranks(communicator: Communicator, device: torch.device, seed: int, check: bool) -> Ranks:
+    """Let the ranks know each other; ``check`` is the same on all."""
+    answers = communicator.exchange((seed, device_kind(device), device.type))
     roll = communicator.roll() if communicator.world > 1 else None
     modules = 0
     if roll is not None:
         modules, roll.modules = roll.modules, roll.modules + 1
     return Ranks(
         answers[0][0] + modules,
-        len({kind for _, kind, *_ in answers}) == 1,
-        any(kind == "cuda" for *_, kind, _ in answers),
+        len({kind for _, kind, _ in answers}) == 1,
+        any(kind == "cuda" for *_, kind in answers),
         check,
         roll,
     )

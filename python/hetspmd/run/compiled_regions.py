@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from hetspmd.dist.random import may_draw
-from hetspmd.errors import ExampleError, OptionError
+from hetspmd.errors import OptionError
 from hetspmd.lower import calls
 from hetspmd.lower.emit import take_saved
 from hetspmd.rules.kernels import lies_as_compiled
@@ -38,8 +38,8 @@ _STRIDE, _DTYPE = torch.Tensor.stride, torch.Tensor.dtype.__get__  # type: ignor
 
 
 def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of ``torch.compile``, None where nothing is compiled. Raises ExampleError for anything else
-    than a bool or a mapping by names, OptionError for names that torch.compile does not have."""
+    """The arguments of ``torch.compile``, None where nothing is compiled. Raises OptionError for anything else
+    than a bool or a mapping by names, and for names that torch.compile does not have."""
     if isinstance(asked, bool):
         return {} if asked else None
     if isinstance(asked, Mapping) and all(isinstance(key, str) for key in asked):
@@ -51,7 +51,7 @@ def compile_options(asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
                 f"compile={{{wrong[0]!r}: ...}}: torch.compile has no such argument; it has {', '.join(known)}"
             )
         return dict(asked)
-    raise ExampleError(f"compile is True, False or a dict of torch.compile's arguments, not {asked!r}")
+    raise OptionError(f"compile is True, False or a dict of torch.compile's arguments, not {asked!r}")
 
 
 def in_stretches(

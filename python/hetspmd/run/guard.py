@@ -16,6 +16,7 @@ from hetspmd.placement import shard
 from hetspmd.run.shards import marked
 from hetspmd.trace.admissible import argument_names, spoken
 from hetspmd.trace.compat.trees import flatten, flatten_with_names, parts_of, spec_from_text
+from hetspmd.trace.flat_bytes import flat_bytes
 from hetspmd.trace.graph import Graph
 from hetspmd.trace.trace import leaf_path
 from hetspmd.trace.values import dtype_name
@@ -163,5 +164,4 @@ def check_same_batch(
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the tensor's elements in order."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy().data)
+    return zlib.crc32(flat_bytes(tensor).cpu().numpy().data)

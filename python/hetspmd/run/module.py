@@ -38,6 +38,7 @@ from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.run_options import HapKeywords, RunOptions
+from hetspmd.run.same_options import check_same_options
 from hetspmd.run.scaler import ExpectedScale
 from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
@@ -111,7 +112,9 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         options: Further arguments of :func:`hetspmd.compile`.
 
     Raises:
-        OptionError: An argument does not exist. Raised before anything else.
+        OptionError: An argument does not exist or has a value that it cannot have, or ranks were given unlike
+            ones; ``device``, ``process_group``, ``timeout``, ``compile``, ``cuda_graphs`` and ``loss`` are each
+            rank's own. Raised before anything else.
         WorldSizeError: The size of the process group is not that of the cluster. Raised before anything else.
         PlanMismatchError: The ranks hold different plans, or (at the first step) the plan does not compute
             the model.
@@ -140,6 +143,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(run.compile)
         communicator = self._everyone = joined(run.process_group, self.cluster.ranks, run.timeout)
+        check_same_options(communicator, self.cluster, run, compilation, with_plan=plan is not None)
         self.device = device_for(model, run.device)
         self.module = model
         self.gather_outputs, self.gather_state = run.gather_outputs, run.gather_state
@@ -155,7 +159,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         )
         first = first_plan(setting, plan, example)
         check_model(model, first.graph)
-        ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches, run.batch)
+        ranks = meet_ranks(communicator, self.device, next_seed(), run.check_batches)
         randomness = Randomness(ranks.seed, communicator.rank, self.device)
         self._runtime = runtime_of(communicator, first, randomness, ExpectedScale(self))
         program = setting.lower(first)

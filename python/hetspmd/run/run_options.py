@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hetspmd.dist.communicator import Communicator
 from hetspmd.errors import OptionError
-from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, parted
+from hetspmd.optimize.compile_options import CompileKeywords, CompileOptions, is_seconds, parted
 from hetspmd.run.capturer import Capturer
 from hetspmd.run.capturing import CudaGraphs
 
@@ -49,6 +49,11 @@ class RunOptions:
     batch: Literal["whole", "own"] = "whole"
 
     def __post_init__(self) -> None:
+        for name in ("gather_outputs", "gather_state", "sync_module_states", "check_batches", "check_plan"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is True or False, not {getattr(self, name)!r}")
+        if not is_seconds(self.timeout) or not self.timeout > 0.0:
+            raise OptionError(f"timeout is a positive number of seconds, not {self.timeout!r}")
         if self.batch not in ("whole", "own"):
             raise OptionError(
                 "batch is 'whole' (every rank is given the whole batch) or 'own' (its own rows, by "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hetspmd.dist.digest import digest
+from hetspmd.trace.flat_bytes import flat_bytes
 from hetspmd.trace.host.content import has_basis, is_followed_kind
 from hetspmd.trace.host.places import NOTHING
 from hetspmd.trace.host.plain import fingerprint, is_container, is_scalar, outline, tensors_in
@@ -163,8 +164,7 @@ def _array(value: Any, text: str) -> Comparison:
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        flat = value.detach().contiguous().reshape(-1)
-        return flat.view(torch.uint8)
+        return flat_bytes(value)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from hetspmd.errors import TraceError
 from hetspmd.trace.compat.roles import InputRole, OutputRole
+from hetspmd.trace.flat_bytes import flat_bytes
 from hetspmd.trace.graph import (
     BUFFER,
     CONSTANT,
@@ -354,8 +355,7 @@ def _bytes_text(tensor: torch.Tensor, name: str) -> str:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > _LARGEST_DATA:
         raise TraceError(f"{name} is a plain tensor attribute of {nbytes} bytes; register it as a buffer")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
-    return base64.b64encode(bytes(flat.tolist()) if flat is not None else b"").decode()
+    return base64.b64encode(bytes(flat_bytes(tensor).tolist())).decode()
 
 
 def constant_data(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

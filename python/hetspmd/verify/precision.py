@@ -20,6 +20,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.trace.assemble import constant_data
 from hetspmd.trace.compat.tensors import TorchDispatchMode
 from hetspmd.trace.compat.trees import flatten, unflatten
+from hetspmd.trace.flat_bytes import flat_bytes
 from hetspmd.trace.graph import CONSTANT, Argument, Constant, DType, Graph, Instruction
 from hetspmd.trace.host.facts import Host
 from hetspmd.trace.values import dtype_name, torch_dtype
@@ -94,9 +95,7 @@ def retyped_graph(graph: Graph, dtype: torch.dtype) -> Graph:
 
 def data_text(tensor: torch.Tensor) -> str:
     """A constant's ``data`` of a tensor on the CPU."""
-    flat = tensor.contiguous().reshape(-1)
-    raw = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return base64.b64encode(raw).decode()
+    return base64.b64encode(flat_bytes(tensor).numpy().tobytes()).decode()
 
 
 def _of_the_plan(host: Host) -> Host:

@@ -38,7 +38,14 @@ __all__ = [
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of the trace, so that what is done to it becomes part of the graph."""
-    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+    return isinstance(unwrapped(tensor), (FakeTensor, FunctionalTensor))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor within the wrappers of torch.func's transforms; itself outside of them."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def print_options() -> str:
@@ -53,7 +60,8 @@ def is_class_of_trace(kind: type) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """What identifies the memory of a tensor: views have that of their base."""
-    inner = tensor.elem if isinstance(tensor, FunctionalTensor) else tensor
+    inner = unwrapped(tensor)
+    inner = inner.elem if isinstance(inner, FunctionalTensor) else inner
     return int(inner.untyped_storage()._cdata)
 
 

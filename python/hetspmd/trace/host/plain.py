@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from hetspmd.trace.compat.tensors import outside_modes
+from hetspmd.trace.flat_bytes import flat_bytes
 from hetspmd.trace.host.code_digest import code_digest
 from hetspmd.trace.host.content import basis, content, has_basis, is_followed_kind, own_attributes, referent
 from hetspmd.trace.host.members import members
@@ -262,7 +263,7 @@ def _tensor(value: torch.Tensor) -> str:
     if value.is_meta or value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
         return about
     with outside_modes(), torch.no_grad():
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = flat_bytes(value).cpu()
         return f"{about} {zlib.crc32(raw.numpy().data)}" if raw.numel() else about
 
 
