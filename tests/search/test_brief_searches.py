@@ -38,11 +38,11 @@ def test_a_brief_search_ends_where_it_is_hard(monkeypatch: pytest.MonkeyPatch) -
     searcher, at = made(theory)
     best = made(theory)[0].search(*at, Limits())
     assert best.stop_reason == "optimal"
-    easy = searcher.search(*at, Limits(), brief=True)
+    easy = searcher.search(*at, Limits(brief=True))
     assert (easy.cost, easy.stop_reason, searcher.hard) == (best.cost, "optimal", False)
     searcher, _ = made(theory)
     monkeypatch.setattr("hetspmd.search.search.HARD", 0)
-    brief = searcher.search(*at, Limits(), brief=True)
+    brief = searcher.search(*at, Limits(brief=True))
     assert brief.stop_reason == "sweep_limit"
     assert searcher.hard
     assert searcher.folds
@@ -57,7 +57,7 @@ def test_a_model_without_alike_layers_is_searched_to_the_end(monkeypatch: pytest
     searcher, at = made(derive(trace(model, (torch.zeros(64, 16),), {}, loss=lambda m, x: m(x).mean())))
     assert not searcher._may_fold
     monkeypatch.setattr("hetspmd.search.search.HARD", 0)
-    assert searcher.search(*at, Limits(), brief=True).stop_reason == "optimal"
+    assert searcher.search(*at, Limits(brief=True)).stop_reason == "optimal"
 
 
 def test_a_brief_search_without_a_program_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_brief_search_without_a_program_goes_on(monkeypatch: pytest.MonkeyPatc
     core = Core(searcher.core)
     monkeypatch.setitem(vars(searcher), "core", core)
     monkeypatch.setattr("hetspmd.search.search.HARD", 0)
-    found = searcher.search(*at, Limits(), brief=True)
+    found = searcher.search(*at, Limits(brief=True))
     assert core.limits == [0, None]
     assert (found.cost, found.stop_reason) == (best.cost, "optimal")
 
@@ -100,7 +100,7 @@ def test_the_first_hard_search_is_folded(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watched(self: Searcher, *args: Any, **more: Any) -> Any:
         start = more.get("start")
-        asked.append((more["brief"], more["folded"], None if start is None else start.stop_reason))
+        asked.append((args[2].brief, more["folded"], None if start is None else start.stop_reason))
         return search(self, *args, **more)
 
     monkeypatch.setattr(Searcher, "search", watched)

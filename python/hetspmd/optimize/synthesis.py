@@ -192,15 +192,9 @@ class Synthesis:
         searcher = self.searcher
 
         def found(start: SearchResult | None, *, folded: bool = False, brief: bool = False) -> SearchResult:
+            limits = replace(self.limits, brief=brief)
             return searcher.search(
-                costs,
-                lengths,
-                self.limits,
-                within=within,
-                start=start,
-                overlap=overlap,
-                folded=folded,
-                brief=brief,
+                costs, lengths, limits, within=within, start=start, overlap=overlap, folded=folded
             )
 
         with self.clock("synth"):

@@ -38,7 +38,6 @@ from hetspmd.run.plan_cache import PlanCache
 from hetspmd.run.reach import reach
 from hetspmd.run.replicas import replicas_of
 from hetspmd.run.run_options import HapKeywords, RunOptions
-from hetspmd.run.same_options import check_same_options
 from hetspmd.run.scaler import ExpectedScale
 from hetspmd.run.setting import Setting
 from hetspmd.run.shards import FULL
@@ -142,8 +141,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         tell_module_hooks(model)
         self.cluster = Cluster.load(cluster)
         compiled_with = compile_options(run.compile)
-        communicator = self._everyone = joined(run.process_group, self.cluster.ranks, run.timeout)
-        check_same_options(communicator, self.cluster, run, compilation, with_plan=plan is not None)
+        communicator = self._everyone = joined(self.cluster, run, compilation, with_plan=plan is not None)
         self.device = device_for(model, run.device)
         self.module = model
         self.gather_outputs, self.gather_state = run.gather_outputs, run.gather_state
@@ -167,8 +165,8 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         if run.sync_module_states:
             self._store.synchronize(communicator, self.device)
         self._store.shard(self.device)
-        traced = plan is None or not run.check_plan
         self._store.guard(idle=self._runtime.everyone is not None)
+        traced = plan is None or not run.check_plan
         self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced, example)
         if plan is None:
             self._plans.check_ranks()
@@ -367,8 +365,9 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            "a HAP module is tied to its process group and cannot be pickled. Write state = hap.full_state_dict() "
-            "on every rank, then torch.save(state, FILE) on one"
+            "a HAP module is tied to its process group and cannot be pickled, nor copied by copy.copy. Write state "
+            "= hap.full_state_dict() on every rank, then torch.save(state, FILE) on one; copy.deepcopy(hap) makes "
+            "a second HAP module"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from hetspmd.cluster.cluster import Cluster
 from hetspmd.cluster.machines import flat
 from hetspmd.dist.agreement import agreed_plan, loaded_plan
 from hetspmd.dist.communicator import Communicator
@@ -19,6 +19,8 @@ from hetspmd.dist.runtime import LossScale, Runtime
 from hetspmd.errors import DeviceError, ExampleError, OptionError, PlanMismatchError
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.plan.plan import Plan
+from hetspmd.run.run_options import RunOptions
+from hetspmd.run.same_options import check_same_options
 from hetspmd.run.setting import Setting
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat.joint import exporter
@@ -26,13 +28,17 @@ from hetspmd.trace.fake import model_device
 from hetspmd.trace.trace import split_example
 
 
-def joined(group: dist.ProcessGroup | Communicator | None, ranks: int, timeout: float) -> Communicator:
-    """The communicator of all ranks, guarded against those that fail within ``timeout`` seconds, a positive number.
+def joined(
+    cluster: Cluster, run: RunOptions, compilation: CompileOptions, *, with_plan: bool
+) -> Communicator:
+    """The communicator of all ranks of the cluster, guarded against those that fail within ``run.timeout`` seconds.
 
-    Raises WorldSizeError if the group has another number of ranks.
+    Raises WorldSizeError if the group has another number of ranks, and what :func:`check_same_options` raises.
     """
-    communicator = group if isinstance(group, Communicator) else communicator_for(group, ranks)
-    communicator.guard(float(timeout))
+    group = run.process_group
+    communicator = group if isinstance(group, Communicator) else communicator_for(group, cluster.ranks)
+    communicator.guard(float(run.timeout))
+    check_same_options(communicator, cluster, run, compilation, with_plan=with_plan)
     return communicator
 
 

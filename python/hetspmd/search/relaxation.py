@@ -120,12 +120,12 @@ class Relaxation:
                 self.limits,
                 expansions=min(self.limits.expansions, EXPANSIONS),
                 tolerance=self.tolerance,
+                brief=self.searcher.hard and not self.folded,
             ),
             within=self.within,
             start=self._cheapest(at),
             prices=self.memory_prices.prices(self.model, self.lengths, at, tilt, estimated=estimated),
             folded=self.folded,
-            brief=self.searcher.hard and not self.folded,
         )
         self.tried = at, tilt, estimated
         if tilt == 0.0:

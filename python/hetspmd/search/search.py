@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -30,7 +30,8 @@ HARD: Final = 350
 @dataclass(frozen=True)
 class Limits:
     """Where a search stops early: seconds, expansions of partial programs, bytes; and the seconds by which its
-    program may cost more than the best one, of what is minimised.
+    program may cost more than the best one, of what is minimised. ``brief``: where alike layers can be folded, a
+    hard search ends, with the best program so far and "sweep_limit".
 
     The limit on expansions, not the one on seconds, is what ends a hard search by default, so that the plan does
     not depend on the machine.
@@ -40,6 +41,7 @@ class Limits:
     expansions: int = 100_000
     memory: int = 4 * 2**30
     tolerance: float = 0.0
+    brief: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,12 @@ class Searcher:
         prices: Prices | None = None,
         overlap: float = 1.0,
         folded: bool = False,
-        brief: bool = False,
     ) -> SearchResult:
         """The best program of the space, or of ``within`` it, at ``lengths``.
 
         ``within`` has a part of the space's rows. ``start`` is an earlier find, whose program is an upper bound.
         ``prices`` of memory are added; ``overlap`` weighs communication that other work can hide. ``folded``:
-        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. ``brief``: where
-        alike layers can be folded, a hard search ends, with the best program so far and "sweep_limit". Raises
+        only programs in which alike layers are alike (:attr:`folds`), and the bound is of these. Raises
         InfeasibleError if no program satisfies the constraints, SearchError if a limit struck before the first
         program was found.
         """
@@ -147,7 +147,7 @@ class Searcher:
             time_limit=limits.seconds,
             max_expansions=limits.expansions,
             memory_limit=limits.memory,
-            max_sweeps=HARD if brief and self._may_fold else None,
+            max_sweeps=HARD if limits.brief and self._may_fold else None,
             incumbent=incumbent,
             allowed=None if allowed is None else allowed.tobytes(),
             folded=folded,
@@ -159,7 +159,8 @@ class Searcher:
                 f"no program satisfies the constraints: {solution.get('conflict', 'unknown conflict')}"
             )
         if solution["cost"] is None and solution["stop_reason"] == "sweep_limit":
-            return self.search(model, lengths, limits, within=within, prices=prices, overlap=overlap)
+            to_the_end = replace(limits, brief=False)
+            return self.search(model, lengths, to_the_end, within=within, prices=prices, overlap=overlap)
         if solution["cost"] is None:
             raise SearchError(
                 f"the search stopped ({solution['stop_reason']}) before it found a program; raise the limit"
