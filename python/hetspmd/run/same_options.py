@@ -49,7 +49,9 @@ def check_same_options(
 
 
 def _text(value: Any) -> str:
-    """A value as text that is the same where the value is."""
+    """A value as text that is the same where the value is; a mapping that says nothing is as good as none."""
+    if isinstance(value, Mapping) and not value:
+        return "None"
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{key!r}: {_text(part)}' for key, part in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
