@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from cost_graphs import cluster, mlp, random_program
@@ -58,9 +60,9 @@ def test_sets_that_are_left_out_change_nothing(segments: int, monkeypatch: pytes
     theory = halves(theory, segments) if segments > 1 else theory
     solved, counts = ratios_module.minimise, list[int]()
 
-    def counting(*args: object) -> object:
+    def counting(*args: Any) -> object:
         counts[-1] += 1
-        return solved(*args)  # type: ignore[arg-type]  # of minimise
+        return solved(*args)
 
     monkeypatch.setattr(ratios_module, "minimise", counting)
     saved = 0
@@ -86,7 +88,7 @@ def test_the_best_number_of_many_devices() -> None:
     for seed in range(8):
         for bandwidth in (3e6, 3e7, 3e8):
             model = CostModel(
-                theory, cluster(*np.linspace(1e8, 4e8, 40), bandwidth=bandwidth, launch=1e-7, latency=1e-6)
+                theory, cluster(*np.linspace(1e8, 4e8, 40), bandwidth=bandwidth, launch=1e-5, latency=1e-5)
             )
             chosen = random_program(theory, seed)
             problem = Problem(Stages(model, chosen))
@@ -97,5 +99,5 @@ def test_the_best_number_of_many_devices() -> None:
                 for present in problem.sets()
             )
             fewer.add(np.count_nonzero(found))
-            assert problem.seconds_within(found) <= best * (1 + 1e-3)
+            assert problem.seconds_within(found) <= best * (1 + 1e-8)
     assert len(fewer) > 3

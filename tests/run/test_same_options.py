@@ -136,17 +136,33 @@ def test_a_long_value_is_shortened() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        *((name, value, f"{name} is True or False, not {value!r}")
-          for name in ("gather_outputs", "gather_state", "sync_module_states", "check_batches", "check_plan")
-          for value in ("no", 1, None)),
+        *(
+            (name, value, f"{name} is True or False, not {value!r}")
+            for name in (
+                "gather_outputs",
+                "gather_state",
+                "sync_module_states",
+                "check_batches",
+                "check_plan",
+            )
+            for value in ("no", 1, None)
+        ),
         *((name, "no", f"{name} is True or False, not 'no'") for name in ("strict", "loss_only")),
-        *(("timeout", value, f"timeout is a positive number of seconds, not {value!r}")
-          for value in ("60", None, [1], True, 0, -1.0, float("nan"))),
-        *(("time_limit", value, f"time_limit={value!r}: give seconds")
-          for value in ("60", None, [1], True, -1.0, float("nan"))),
-        ("compile", "inductor", "compile is True, False or a dict of torch.compile's arguments, not 'inductor'"),
+        *(
+            ("timeout", value, f"timeout is a positive number of seconds, not {value!r}")
+            for value in ("60", None, [1], True, 0, -1.0, float("nan"))
+        ),
+        *(
+            ("time_limit", value, f"time_limit={value!r}: give seconds")
+            for value in ("60", None, [1], True, -1.0, float("nan"))
+        ),
+        (
+            "compile",
+            "inductor",
+            "compile is True, False or a dict of torch.compile's arguments, not 'inductor'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_value_that_cannot_be(name: str, value: object, said: str) -> None:
     with pytest.raises(OptionError) as found:
         mlp().hap(**{name: value})

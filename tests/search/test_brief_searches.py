@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import hetspmd
 from hetspmd.cost.model import CostModel
 from hetspmd.optimize.synthesis import Synthesis
 from hetspmd.program.checker import check
@@ -18,7 +19,7 @@ from hetspmd.search.constraints import Constraints
 from hetspmd.search.search import Limits, Searcher
 from hetspmd.search.space import search_space
 from hetspmd.trace.trace import trace
-from memory_cases import devices, stack
+from memory_cases import devices, stack, with_memory
 
 CLUSTER = devices(0.4, 0.2, 0.2, 0.2, flops=2e7)
 
@@ -113,3 +114,27 @@ def test_the_first_hard_search_is_folded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [(False, True, "folded"), (False, False, "folded")]
     assert (certain.stop_reason, certain.gap) == ("optimal", 0.0)
     assert certain.cost <= first.cost
+
+
+def test_bounds_at_prices_of_memory_are_brief_where_searches_are_hard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are still bounds: no program that fits costs less."""
+    model, example = stack(6)
+    free = hetspmd.compile(model, example, CLUSTER)
+    limited = with_memory(CLUSTER, [0.75 * n for n in free.cost.memory_bytes])
+    easy = hetspmd.compile(model, example, limited)
+    search, asked = Searcher.search, list[bool]()
+
+    def watched(self: Searcher, *args: Any, **more: Any) -> Any:
+        if more.get("prices") is not None and not more["folded"]:
+            asked.append(args[2].brief)
+        return search(self, *args, **more)
+
+    monkeypatch.setattr(Searcher, "search", watched)
+    monkeypatch.setattr("hetspmd.search.search.HARD", 0)
+    plan = hetspmd.compile(model, example, limited)
+    assert asked
+    assert all(asked)
+    assert 0.0 < plan.search.lower_bound <= plan.search.cost
+    assert plan.cost.step_seconds <= 1.02 * easy.cost.step_seconds

@@ -30,6 +30,7 @@ LAZY: dict[str, torch.Tensor] = {
     "a negative": TABLE.conj().imag,
     "of a transposed one": torch.randn(4, 3, dtype=torch.complex128).T.conj(),
     "of one element": TABLE[0].conj(),
+    "a negative of one element": TABLE[0].conj().imag,
     "of none": TABLE[:0].conj(),
 }
 
