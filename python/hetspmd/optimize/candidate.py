@@ -106,12 +106,13 @@ class Candidate:
     @property
     def fits(self) -> bool:
         """Whether every device has the memory that the program holds at its peak."""
-        limited = bool(np.isfinite(self.step.model.capacity).any())
-        return not limited or (("lacking" in vars(self) or self._may_fit) and not self.lacking)
+        return self.may_fit and not self.lacking
 
     @cached_property
-    def _may_fit(self) -> bool:
-        return self.step.may_fit(self.lengths)
+    def may_fit(self) -> bool:
+        """Whether every device may have it, by what is known before any simulation."""
+        limited = bool(np.isfinite(self.step.model.capacity).any())
+        return not limited or ("lacking" in vars(self) and not self.lacking) or self.step.may_fit(self.lengths)
 
 
 class Evaluator:

@@ -5,7 +5,8 @@ the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.
 links are what the step waits for, the best division leaves them idle neither in the forward nor in the backward,
 gathers nothing that the forward reads at once, and keeps small gradients together in buckets. No additive cost
 tells that. So the storage of a good program is changed, one parameter after the other, and what the simulation
-finds faster is kept, largest ones first until many in a row gain nothing. Of alike parameters, those of alike
+finds faster is kept, largest ones first until many in a row gain nothing. What a few in a row do not fit the memory, in shards or whole,
+is tried no further: their collectives are chosen without prices of memory. Of alike parameters, those of alike
 layers, the first and the last are tried: where neither gains, those between are left as they are. At the end of a
 round the distance of the gathers is chosen anew; one that gains enough is followed by another.
 
@@ -63,6 +64,7 @@ class _Storage:
         self.distance = candidate.evaluator.prefetch_distance
         self.best = candidate
         self.waited = 0  # changes in a row that gained nothing
+        self.unfit = {"in shards": 0, "whole": 0}  # of each kind those in a row that fit the memory in no order
         self.tried: list[Candidate] = []
         self.results: dict[frozenset[tuple[int, Placement]], SearchResult | None] = {}
         self.seen: set[tuple[frozenset[tuple[int, Placement]], int]] = set()
@@ -110,11 +112,16 @@ class _Storage:
         """Store the group's parameters in shards, or whole, unless they are; whether that gains."""
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
         form = {t: self.sharded[t] for t in group} if how == "in shards" else dict.fromkeys(group, REPLICATE)
-        forms = {**self.forms, **form}
-        if forms == self.forms or self.waited >= self.ctx.thresholds.changes_without_gain:
+        forms, thresholds = {**self.forms, **form}, self.ctx.thresholds
+        if forms == self.forms or self.waited >= thresholds.changes_without_gain:
             return False
+        if self.unfit[how] >= thresholds.changes_that_do_not_fit:
+            return False
+        before = len(self.tried)
         gains = self._try(forms, self.distance, f"{self.names[group[0]]}{more} {how}")
         self.waited = 0 if gains else self.waited + 1
+        may_fit = all(candidate.may_fit for candidate in self.tried[before:])
+        self.unfit[how] = 0 if may_fit else self.unfit[how] + 1
         return gains
 
     def _try(self, forms: dict[int, Placement], distance: int, reason: str) -> bool:
@@ -135,7 +142,7 @@ class _Storage:
         candidate = evaluator(self.first.ratios, self.lengths)
         self.tried.append(candidate)
         with self.ctx.clock("balance"):
-            better = candidate.seconds < self.best.seconds and candidate.fits
+            better = candidate.may_fit and candidate.seconds < self.best.seconds and candidate.fits
         if better:
             self.best, self.forms, self.distance = candidate, forms, distance
         return better
