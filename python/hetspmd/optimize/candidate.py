@@ -112,7 +112,9 @@ class Candidate:
     def may_fit(self) -> bool:
         """Whether every device may have it, by what is known before any simulation."""
         limited = bool(np.isfinite(self.step.model.capacity).any())
-        return not limited or ("lacking" in vars(self) and not self.lacking) or self.step.may_fit(self.lengths)
+        return (
+            not limited or ("lacking" in vars(self) and not self.lacking) or self.step.may_fit(self.lengths)
+        )
 
 
 class Evaluator:

@@ -50,9 +50,9 @@ class Room:
 
     @classmethod
     def of(cls, profile: MemoryProfile, capacity: Array) -> Room:
-        """The room for a program; of steps that hold the same, one is kept."""
+        """The room for a program, but for steps that hold no more than another one of it, whatever the ratios."""
         parts = [profile.whole, profile.cut, profile.in_turn]
-        table = np.unique(np.column_stack(parts).astype(float), axis=0)
+        table = _largest(np.unique(np.column_stack(parts).astype(float), axis=0))
         segments = profile.cut.shape[1]
         cut, in_turn = table[:, 1 : segments + 1], table[:, segments + 1 :]
         return cls(table[:, 0], cut, in_turn, profile.times, capacity)
@@ -65,6 +65,16 @@ class Room:
     def fits(self, ratios: Array) -> bool:
         """Whether every device holds no more than it has."""
         return bool((self.held(ratios) <= self.capacity * (1 + THRESHOLDS.bound_part)).all())
+
+
+def _largest(rows: Array) -> Array:
+    """The rows of which no other one has at least as much in every column."""
+    kept = []
+    rest = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    while len(rest):
+        kept.append(rest[0])
+        rest = rest[(rest > rest[0]).any(axis=1)]
+    return np.array(kept)
 
 
 @dataclass(frozen=True)

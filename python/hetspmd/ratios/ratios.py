@@ -8,7 +8,8 @@
   devices as well: every set (up to equal devices) if there are at most ``device_sets``; else the fastest n, n / 2,
   n / 4, ..., and one more or fewer than the best of these while that helps; and the first device of each kind
   alone. Of several segments each may leave out devices of its own, where there are few sets. A set whose lower
-  bound is no better than the best so far is left out (:mod:`hetspmd.ratios.lower_bound`).
+  bound is no better than the best so far is left out (:mod:`hetspmd.ratios.lower_bound`,
+  :mod:`hetspmd.ratios.memory_bound`).
 - Two segments whose lengths agree exchange nothing at their cuts, and no message: the latency of a rebalance is
   not convex. So neighbours are tied to each other, those whose ratios are nearest first: in small problems one pair
   after another while that helps, in large ones all, half of them, a quarter, ...
@@ -29,6 +30,7 @@ from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.program.program import Program
 from hetspmd.ratios.linear import BalanceError, LinearProgram, NoRoomError, spread
 from hetspmd.ratios.lower_bound import LowerBound
+from hetspmd.ratios.memory_bound import MemoryBound
 from hetspmd.ratios.problem import Mask, Problem, Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.starts import proportional
@@ -102,6 +104,7 @@ class _Search:
         self.problem, self.start = problem, start
         self.best, self.value = start, problem.seconds_within(start)
         self.bound = LowerBound(problem, start)
+        self.within: MemoryBound | None = None
         self.groups = list(range(problem.segments))
 
     def consider(self, candidate: Array) -> bool:
@@ -117,6 +120,8 @@ class _Search:
         every = np.broadcast_to(present, (self.problem.segments, len(present.T)))
         if self.bound.seconds(every) >= self.value:
             return False
+        if self.within is not None and self.within.seconds(every) >= self.value:
+            return False
         return self.consider(minimise(self.problem, every, self.start))
 
     def run(self) -> Array:
@@ -124,6 +129,8 @@ class _Search:
         problem, world = self.problem, self.problem.model.world
         sets = problem.sets()
         several = problem.segments > 1
+        if problem.room is not None:
+            self.within = MemoryBound(problem, problem.room, self.start)
         if len(sets) <= THRESHOLDS.device_sets // problem.segments:
             for present in sets:
                 self.on(present)
