@@ -67,7 +67,8 @@ def test_no_ratios_within_the_memory_take_less(segments: int) -> None:
         best = minimise(problem, np.ones((segments, 4), dtype=bool), np.full((segments, 4), 0.25))
         if (seconds := problem.seconds_within(best)) < math.inf:
             near.append(bound.seconds(np.ones((segments, 4), dtype=bool)) / seconds)
-    assert closed > 50 and fitting > 50
+    assert closed > 50
+    assert fitting > 50
     assert max(near) > 0.95, "bounds are near what can be had"
 
 

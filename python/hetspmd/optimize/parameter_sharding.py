@@ -5,10 +5,11 @@ the bytes there and as many in the forward, where it is gathered (:mod:`hetspmd.
 links are what the step waits for, the best division leaves them idle neither in the forward nor in the backward,
 gathers nothing that the forward reads at once, and keeps small gradients together in buckets. No additive cost
 tells that. So the storage of a good program is changed, one parameter after the other, and what the simulation
-finds faster is kept, largest ones first until many in a row gain nothing. What a few in a row do not fit the memory, in shards or whole,
-is tried no further: their collectives are chosen without prices of memory. Of alike parameters, those of alike
-layers, the first and the last are tried: where neither gains, those between are left as they are. At the end of a
-round the distance of the gathers is chosen anew; one that gains enough is followed by another.
+finds faster is kept, largest ones first until many in a row gain nothing. What a few in a row do not fit the
+memory, in shards or whole, is tried no further: their collectives are chosen without prices of memory. Of alike
+parameters, those of alike layers, the first and the last are tried: where neither gains, those between are left as
+they are. At the end of a round the distance of the gathers is chosen anew; one that gains enough is followed by
+another.
 
 A changed program computes by the same triples; the search, confined to them, chooses its collectives.
 """

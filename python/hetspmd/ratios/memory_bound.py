@@ -90,8 +90,8 @@ class MemoryBound:
         self._highs.addRows(len(rows), np.array(least), most, len(index), starts, index, table[some])
 
     def seconds(self, present: Mask) -> float:
-        """No ratios with shares on the devices ``present[s, j]`` alone, within the memory, take less; infinite where
-        there are none."""
+        """No ratios with shares on the devices ``present[s, j]`` alone, within the memory, take less; infinite
+        where there are none."""
         problem, kinds = self.problem, len(self.problem.kinds)
         counts = np.array([present[:, list(kind)].sum(axis=1) for kind in problem.kinds], dtype=float).T
         for s in range(problem.segments):
