@@ -13,6 +13,7 @@ from test_prefetch import compiled, error_of, on, sharded
 import hetspmd.optimize.parameter_sharding as storage
 import hetspmd.optimize.synthesize as synthesize
 from hetspmd.cluster.cluster import Cluster
+from hetspmd.optimize.candidate import Candidate
 from hetspmd.optimize.thresholds import THRESHOLDS
 from hetspmd.placement import shard
 from hetspmd.program.checker import check
@@ -112,3 +113,34 @@ def test_nothing_is_tried_twice_and_gathers_are_moved_without_a_search(
         assert len(one.seen) >= len(tried) > len(one.results)
         assert len({distance for _, distance in one.seen}) > 2
         assert one.best.seconds == min(c.seconds for c in (one.first, *one.tried) if c.fits)
+
+
+@pytest.mark.parametrize("most", [1, THRESHOLDS.changes_that_do_not_fit])
+def test_what_does_not_fit_a_few_times_is_tried_no_further(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each way to store so many, and none is simulated."""
+    storages: list[Any] = []
+
+    class Watched(storage._Storage):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.ctx = replace(
+                self.ctx, thresholds=replace(self.ctx.thresholds, changes_that_do_not_fit=most)
+            )
+            storages.append(self)
+
+    def may_fit(candidate: Candidate) -> bool:
+        return "else as the best before" not in candidate.reason
+
+    monkeypatch.setattr(storage, "_Storage", Watched)
+    monkeypatch.setattr(Candidate, "may_fit", property(may_fit))
+    compiled("vit", on(1e7, 2, 1))
+    assert storages
+    for one in storages:
+        stored = [c for c in one.tried if not c.reason.startswith("gathers")]
+        ways = [c.reason.removesuffix(", else as the best before").split()[-1] for c in stored]
+        assert 0 < ways.count("whole") + ways.count("shards") == len(stored)
+        assert max(ways.count("whole"), ways.count("shards")) == most
+        assert one.best is one.first
+        assert not any(c.simulated for c in one.tried)
