@@ -78,15 +78,21 @@ def backward_onto(gradient: bool) -> Doing:
 
 
 class Loaded:
-    """A state dict that is loaded, tensor by tensor."""
+    """A state dict that is loaded, tensor by tensor; ``of`` what, if not of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: str = "") -> None:
+        self._what = f"load_state_dict of {of}" if of else "load_state_dict"
         self._digests: dict[str, int] = {}
 
     @property
     def keys(self) -> list[str]:
         """What was loaded."""
         return list(self._digests)
+
+    @property
+    def digests(self) -> dict[str, int]:
+        """Of what was loaded, by name."""
+        return dict(self._digests)
 
     def add(self, key: str, whole: Any) -> None:
         """``whole`` is what the state dict has for ``key``."""
@@ -100,5 +106,5 @@ class Loaded:
         digests = dict(sorted(self._digests.items()))
         number = join((*(crc32(key.encode()) for key in digests), *digests.values()))
         return Doing(
-            "load_state_dict", number, lambda: {k: f"{v % (1 << 64):016x}" for k, v in digests.items()}
+            self._what, number, lambda: {k: f"{v % (1 << 64):016x}" for k, v in digests.items()}
         )

@@ -19,6 +19,9 @@ from hetspmd.errors import (
 _NAMED: Final = 4
 """Arguments of which a message speaks."""
 
+FACTOR: Final = "the factor of the loss"
+"""The name of what a backward multiplies the gradients of the loss by."""
+
 Replica = tuple[str, int, float, float]
 """Name, digest, projection and square of a piece of a replicated tensor."""
 
@@ -192,6 +195,8 @@ def _replicas(said: dict[int, Told]) -> HetspmdError | None:
         if len(groups) == 1 or _close(list(pieces.values()), tolerance):
             continue
         others = sorted(r for _, ranks in groups[1:] for r in ranks)
+        if name == FACTOR:
+            return _other_factors(first.of, [(piece, ranks) for piece, ranks in groups])
         return ParameterMismatchError(
             f"at step {first.of} {ranks_text(others)} held another {name} than {ranks_text(groups[0][1])}, "
             "although the plan keeps a whole copy of it on every rank: something changed it on one rank alone. "
@@ -201,6 +206,16 @@ def _replicas(said: dict[int, Told]) -> HetspmdError | None:
             "hap.load_full_state_dict(state) on every rank"
         )
     return None
+
+
+def _other_factors(step: int, groups: Sequence[tuple[Any, Sequence[int]]]) -> HetspmdError:
+    parts = [f"{ranks_text(ranks)}: {math.sqrt(square):g}" for (_, square), ranks in groups]
+    return ParameterMismatchError(
+        f"before step {step} the ranks multiplied the loss by other numbers before backward() ({'; '.join(parts)}), "
+        "so that each added to its own part of the model what belongs to another loss. The loss is that of the "
+        "whole batch, and the same on every rank: divide it by what is the same, too (the samples or tokens of the "
+        "batch, not those of a rank). Go on from the last checkpoint: hap.load_full_state_dict(state) on every rank"
+    )
 
 
 def _rounded(piece: Replica, tolerance: float) -> Hashable:

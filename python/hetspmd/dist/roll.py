@@ -48,7 +48,8 @@ class RollCall:
     ``what`` names the call and ``key`` the plan and mode; ``describe`` says in words in which mode and on which
     shapes. ``inputs`` are (path, digest) of the batch of step ``of``, ``replicas`` (name, digest, projection,
     square) of pieces of replicated tensors then: None on a rank that holds none. ``tolerances``: of each by what
-    part of its norm it may differ between ranks; 0.0: digests must be equal. ``arguments`` of the call must be the
+    part of its norm it may differ between ranks; 0.0: digests must be equal, and where those of another piece are
+    not, its projections are compared. ``arguments`` of the call must be the
     same on every rank, and so must ``doings``: what the rank did since the step before. ``shared`` is a number of
     64 bits that the others want to know.
     """
@@ -72,7 +73,7 @@ class RollCall:
         if self.replicas is None:
             return [*said, 0, 0, 0, did, self.shared]
         pieces = list(zip(self.replicas, self.tolerances, strict=True))
-        exact = join(r[1] for r, tolerance in pieces if tolerance == 0.0)
+        exact = join(r[1] for r, _ in pieces)
         scaled = sum(r[2] / (tolerance * math.sqrt(r[3])) for r, tolerance in pieces if tolerance and r[3])
         return [*said, 1, exact, *struct.unpack("<q", struct.pack("<d", scaled)), did, self.shared]
 

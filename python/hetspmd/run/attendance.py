@@ -19,7 +19,7 @@ from hetspmd.dist.digest import digest
 from hetspmd.dist.doings import Doing, backward_onto
 from hetspmd.dist.roll import Roll, RollCall
 from hetspmd.errors import CollectiveMismatchError, HetspmdError, RankFailedError
-from hetspmd.run.replicas import Piece, Replicas, device_kind
+from hetspmd.run.replicas import Piece, Replicas, device_kind, factor_of_loss
 
 if TYPE_CHECKING:
     from hetspmd.dist.communicator import Communicator
@@ -111,6 +111,7 @@ class Attendance:
         self._behind: _Taken | None = None
         self._doings: list[Doing] = []
         self._first: torch.Tensor | None = None
+        self._factors: list[Piece] = []
         self._backwards: deque[int] = deque(maxlen=_REMEMBERED_STEPS)
         self.step = 0
 
@@ -191,14 +192,16 @@ class Attendance:
         if wait:
             self._roll.settle()
 
-    def backward(self, step: int) -> None:
-        """The backward of a step begins."""
+    def backward(self, step: int, tangent: torch.Tensor) -> None:
+        """The backward of a step begins. ``tangent``: what it multiplies the gradients of the loss by."""
         if self._check and step in self._backwards:
             self._meet(RollCall(f"another backward of {self._name(step)}"))
         else:
             self._roll.happens(f"the backward of {self._name(step)}")
         if self._first is not None:
             self.did(backward_onto(self._first.grad is not None))
+        if self._check and self._replicas is not None:
+            self._factors.append(factor_of_loss(tangent))
         self._backwards.append(step)
         self._owing = self._owing and step != self.step
 
@@ -245,7 +248,8 @@ class Attendance:
         return what if self._roll.modules == 1 else f"{what} of HAP module {self._module}"
 
     def _take(self, paths: Sequence[str], inputs: Sequence[torch.Tensor], first: bool) -> _Taken:
-        pieces = None if self._replicas is None else tuple(self._replicas.take())
+        pieces = None if self._replicas is None else (*self._replicas.take(), *self._factors)
+        self._factors.clear()
         values = [digest(tensor, self.step, whole=first) for tensor in inputs]
         for piece in pieces or ():
             values += piece.values()

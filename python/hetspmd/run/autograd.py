@@ -46,8 +46,8 @@ class Attends(Protocol):
 
     step: int
 
-    def backward(self, step: int) -> None:
-        """The backward of a step begins."""
+    def backward(self, step: int, tangent: torch.Tensor) -> None:
+        """The backward of a step begins; ``tangent``: what it multiplies the gradients of the loss by."""
 
 
 class Runner:
@@ -344,7 +344,7 @@ class _Step(torch.autograd.Function):
                 "retain_graph=True to the first backward"
             )
         if runner.attendance is not None:
-            runner.attendance.backward(ctx.step)
+            runner.attendance.backward(ctx.step, tangent)
         # What is a result as well knows of this step, which a compiler would look at.
         checked = iter([tensor.detach() for tensor in ctx.saved_tensors])
         saved = [next(checked) if t is None else t for t in ctx.box]

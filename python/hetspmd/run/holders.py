@@ -16,6 +16,7 @@ from torch import nn
 from hetspmd.errors import ShardError
 from hetspmd.lower.local_program import LocalTensor
 from hetspmd.run.instances import instances
+from hetspmd.run.loaded_states import LoadedStates
 from hetspmd.run.parameter_registry import living
 from hetspmd.run.shards import marked
 
@@ -88,11 +89,17 @@ def _more_references(model: nn.Module) -> bool:
     )
 
 
-def localize_state(optimizer: torch.optim.Optimizer, layouts: Mapping[int, LocalTensor]) -> None:
-    """Leave this rank's part of what an optimizer remembers of parameters, by their ``id``, in whole shapes."""
+def localize_state(
+    optimizer: torch.optim.Optimizer, layouts: Mapping[int, tuple[str, LocalTensor]], states: LoadedStates
+) -> None:
+    """Leave this rank's part of what an optimizer remembers of parameters, by their ``id``, in whole shapes; all of
+    it is added to ``states``."""
     for parameter, state in optimizer.state.items():
-        layout = layouts.get(id(parameter))
-        if layout is None or layout.region is None or not isinstance(state, dict):
+        name, layout = layouts.get(id(parameter), ("", None))
+        if layout is None or not isinstance(state, dict):
+            continue
+        states.add(optimizer, name, state)
+        if layout.region is None:
             continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and tuple(value.shape) == layout.shape and layout.shape:

@@ -23,6 +23,7 @@ from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.instances import instances
+from hetspmd.run.loaded_states import LoadedStates, unlike_states
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
 from hetspmd.run.outside_parameters import refuse_untrained
 from hetspmd.run.parameter_registry import ParameterPlace, living, optimizer_parameters, places
@@ -120,17 +121,17 @@ def _check(
     optimizer: torch.optim.Optimizer, known: Mapping[int, ParameterPlace], mine: list[ParameterPlace]
 ) -> None:
     """Raise OptimizerError, on every rank alike, if the optimizer cannot step these parameters."""
-    problem = ""
+    problem, whole = "", LoadedStates()
     try:
         for one in (optimizer, *_wrappers(optimizer)):
             problem = problem or _problem(one, optimizer.param_groups, known)
-        cut_whole_state(optimizer, known)
+        whole = cut_whole_state(optimizer, known)
     except OptimizerError as error:
         problem = problem or str(error)
     for module in {id(place.module): place.module for place in mine}.values():
         module.meet(f"the first step of this {type(optimizer).__name__}")
-        told = module.everyone.exchange(problem)
-        first = next((text for text in (problem, *told) if text), "")
+        problems, digests = zip(*module.everyone.exchange((problem, whole.digests)), strict=True)
+        first = next(filter(None, (problem, *problems)), "") or unlike_states(digests)
         if first:
             raise OptimizerError(first)
     if optimizer not in _HOOKED and any(place.in_parts for place in mine):

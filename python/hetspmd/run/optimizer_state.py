@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hetspmd.dist.doings import Loaded
 from hetspmd.errors import OptimizerError
+from hetspmd.run.loaded_states import LoadedStates, unlike_states
 from hetspmd.run.parameter_registry import ParameterPlace, ShardedModule, optimizer_parameters, places
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ def full_optimizer_state_dict(
 
     Raises:
         OptimizerError: The optimizer has no parameters of ``hap``, or holds state that has neither the
-            parameter's shape nor one element. Raised on every rank.
+            parameter's shape nor one element, or whole state that is not the same on every rank. Raised on
+            every rank.
     """
     registry = _known(hap, optimizer)
     hap.meet("full_optimizer_state_dict()")
@@ -91,7 +94,8 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load a single-device optimizer's state dict into this rank's shards, without communication.
 
-    Every rank must load the same state. Nothing is changed where an error is raised.
+    Every rank must load the same state: what the ranks have loaded is compared at the next step, where
+    ParameterMismatchError is raised if it is not. Nothing is changed where an error is raised.
 
     Args:
         hap: The HAP module.
@@ -106,28 +110,67 @@ def load_full_optimizer_state_dict(
     """
     registry = _known(hap, optimizer)
     listed = optimizer_parameters(optimizer)
+    told = _Told(optimizer)
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     state: dict[Any, Any] = dict(state_dict["state"])
     for index, parameter in zip(saved, listed, strict=False):  # torch compares their numbers
         place = registry.get(id(parameter))
         if place is not None and index in state:
+            told.add(place, state[index])
             layout = place.module.parameter_shards().get(place.name)
             state[index] = {
                 key: _part(value, layout, parameter, key, place.name, optimizer)
                 for key, value in state[index].items()
             }
     optimizer.load_state_dict({**state_dict, "state": state})
+    told.say()
 
 
-def cut_whole_state(optimizer: torch.optim.Optimizer, registry: Mapping[int, ParameterPlace]) -> None:
-    """Cut to this rank's shards what state of sharded parameters is whole, in place.
+class _Told:
+    """What is loaded into an optimizer is said to the other ranks: no rank has what another one loads."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._kind = type(optimizer).__name__
+        self._loaded: dict[int, tuple[ShardedModule, Loaded]] = {}
+
+    def add(self, place: ParameterPlace, entries: Mapping[str, Any]) -> None:
+        """Whole state of a parameter."""
+        _, loaded = self._loaded.setdefault(id(place.module), (place.module, Loaded(self._kind)))
+        for key, value in entries.items():
+            loaded.add(f"{key} of {place.name}", value)
+
+    def say(self) -> None:
+        """It is loaded."""
+        for module, loaded in self._loaded.values():
+            if loaded.keys:
+                module.did(loaded.doing())
+
+
+def cut_whole_state(optimizer: torch.optim.Optimizer, registry: Mapping[int, ParameterPlace]) -> LoadedStates:
+    """Cut to this rank's shards what state of sharded parameters is whole, in place; what that was.
 
     So it is of an optimizer that was made, stepped or loaded as on one device. Raises OptimizerError for state of
     another shape.
     """
+    whole = LoadedStates()
     for parameter, entries in list(optimizer.state.items()):
         if isinstance(parameter, torch.Tensor) and isinstance(entries, dict):
-            entries.update(_whole_parts(entries, parameter, registry.get(id(parameter)), optimizer))
+            entries.update(_cut(entries, parameter, registry.get(id(parameter)), optimizer, whole))
+    return whole
+
+
+def _cut(
+    entries: Mapping[str, Any],
+    parameter: torch.Tensor,
+    place: ParameterPlace | None,
+    optimizer: torch.optim.Optimizer,
+    whole: LoadedStates,
+) -> dict[str, Any]:
+    """:func:`_whole_parts`, which are cut of what is added to ``whole``."""
+    parts = _whole_parts(entries, parameter, place, optimizer)
+    if place is not None:
+        whole.add(optimizer, place.name, {key: entries[key] for key in parts})
+    return parts
 
 
 def _whole_parts(
@@ -158,16 +201,16 @@ def _cut_on_all(
 ) -> dict[Any, Any]:
     """The ``state`` of this rank's shards. The optimizer's own is left as it is: one that was never stepped has no
     hooks yet that would gather shards. Every rank raises what one of them raises."""
-    cut_state, problem = dict(state), ""
+    cut_state, problem, whole = dict(state), "", LoadedStates()
     try:
         for index, parameter in enumerate(optimizer_parameters(optimizer)):
             if isinstance(entries := state.get(index), dict):
-                cut_state[index] = entries | _whole_parts(
-                    entries, parameter, registry.get(id(parameter)), optimizer
-                )
+                place = registry.get(id(parameter))
+                cut_state[index] = entries | _cut(entries, parameter, place, optimizer, whole)
     except OptimizerError as error:
         problem = str(error)
-    first = next((text for text in hap.everyone.exchange(problem) if text), "")
+    problems, digests = zip(*hap.everyone.exchange((problem, whole.digests)), strict=True)
+    first = next(filter(None, problems), "") or unlike_states(digests)
     if first:
         raise OptimizerError(first)
     return cut_state

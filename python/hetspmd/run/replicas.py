@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from hetspmd.dist.digest import digest, projection
+from hetspmd.dist.parting import FACTOR
 from hetspmd.lower import calls
 from hetspmd.run.store import Store, slot
 
@@ -48,20 +49,29 @@ class Replica:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a replicated tensor, as it is now."""
+    """A part of a replicated tensor, as it is now. ``single``: it is one number, which a projection by its own norm
+    would not tell from others."""
 
     name: str
     content: torch.Tensor
     tolerance: float
+    single: bool = False
 
     def values(self) -> Iterator[torch.Tensor]:
-        """Its digest, projection and square, as int64 scalars of these bits; the digest alone of exact ones."""
+        """Its digest, projection and square, as int64 scalars of these bits; the digest alone of exact ones, and
+        none of others unless they are ``single``."""
+        none = torch.zeros((), dtype=torch.int64, device=self.content.device)
+        yield digest(self.content, whole=True) if self.single or self.tolerance == 0.0 else none
         if self.tolerance == 0.0:
-            scalar = digest(self.content, whole=True)
-            yield from (scalar, torch.zeros_like(scalar), torch.zeros_like(scalar))
+            yield from (none, none)
         else:
-            yield torch.zeros((), dtype=torch.int64, device=self.content.device)
             yield from (value.view(torch.int64) for value in projection(self.content))
+
+
+def factor_of_loss(tangent: torch.Tensor) -> Piece:
+    """What a backward multiplies the gradients of the loss by, as it is now."""
+    content = tangent.detach().reshape(-1).clone()
+    return Piece(FACTOR, content, _tolerance(content.dtype, same=False), single=True)
 
 
 class Replicas:

@@ -21,6 +21,7 @@ from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.cutting import check_memory, cut, made_from_meta
 from hetspmd.run.holders import Holders, held_elsewhere, localize_state
+from hetspmd.run.loaded_states import LoadedStates
 from hetspmd.run.sentry import Sentry, outside_posts, posts
 from hetspmd.run.shards import attributes, divided, mark
 from hetspmd.trace.compat.tensors import fake_mode
@@ -43,7 +44,7 @@ class Store:
 
     ``shards`` maps each name (tied ones included) to its layout; parameters that no plan mentions are whole. On
     an idle rank every shard is empty, and buffers stay as they were when the module was wrapped or loaded.
-    ``sentry`` stands at the modules once parameters are cut.
+    ``sentry`` stands at the modules once parameters are cut; ``states`` are what optimizers remembered before.
     """
 
     def __init__(self, module: nn.Module, graph: Graph, parameters: tuple[LocalTensor, ...]) -> None:
@@ -57,6 +58,7 @@ class Store:
         }
         self.sentry = Sentry([])
         self.held = Holders()
+        self.states = LoadedStates()
 
     def shard(self, device: torch.device) -> None:
         """Cut every parameter to its shard, on ``device``; meta tensors become uninitialised shards.
@@ -78,9 +80,10 @@ class Store:
             if layout is not None and divided(layout):
                 mark(shard, name, layout)
             owner._parameters[leaf] = done[id(parameter)] = shard
-        layouts = {id(p): self.shards[n] for n, p in self.module.named_parameters() if n in self.shards}
+        named = self.module.named_parameters()
+        layouts = {id(p): (n, self.shards[n]) for n, p in named if n in self.shards}
         for optimizer in self.held.optimizers:
-            localize_state(optimizer, layouts)
+            localize_state(optimizer, layouts, self.states)
         for name, buffer in list(self.module.named_buffers()):
             owner, leaf = slot(self.module, name)
             if buffer.is_meta:
