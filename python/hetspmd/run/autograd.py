@@ -27,6 +27,7 @@ from hetspmd.run.compiled_turns import compiled
 from hetspmd.run.shard_tensors import plain
 from hetspmd.run.source_location import SourceFinder, annotate
 from hetspmd.trace.autocast import without_autocast
+from hetspmd.trace.compat.bytecode import left_by_compilers
 from hetspmd.trace.compat.tensors import graph_is_kept
 
 NOT_THE_LOSS: Final = (
@@ -324,6 +325,7 @@ class _Step(torch.autograd.Function):
         return results
 
     @staticmethod
+    @left_by_compilers
     def backward(ctx: Any, tangent: torch.Tensor | None, *others: torch.Tensor | None) -> Any:
         runner: Runner = ctx.runner
         if torch.is_grad_enabled():  # in a backward that is what create_graph is

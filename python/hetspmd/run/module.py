@@ -51,6 +51,7 @@ from hetspmd.run.twin import twin_attributes, twin_model, twin_plans, twin_store
 from hetspmd.run.whole_states import WholeStates
 from hetspmd.run.wrappers import RefusesWrappers
 from hetspmd.trace.admissible import check_model as check_admissible
+from hetspmd.trace.compat.bytecode import left_by_compilers
 from hetspmd.trace.compat.trees import unflatten
 from hetspmd.trace.containers import MissingClassError
 
@@ -224,6 +225,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         return self.rank == self.source
 
     @Forward
+    @left_by_compilers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a global batch, which must be the same on every rank."""
         if self._attendance is None:

@@ -28,6 +28,7 @@ from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_di
 from hetspmd.run.outside_parameters import refuse_untrained
 from hetspmd.run.parameter_registry import ParameterPlace, living, optimizer_parameters, places
 from hetspmd.run.stepping import Call, begin, end
+from hetspmd.trace.compat.bytecode import left_by_compilers
 
 _optim = torch.optim
 ELEMENTWISE: Final[frozenset[type]] = frozenset(
@@ -80,10 +81,12 @@ def watch_optimizers() -> None:
             _HOOK.append(register_optimizer_step_post_hook(_after_step))
 
 
+@left_by_compilers
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     end(optimizer)
 
 
+@left_by_compilers
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:

@@ -50,6 +50,7 @@ def _copied(function: FunctionType, hap: ShardedModule) -> FunctionType:
     twin = FunctionType(*parts, function.__closure__)
     twin.__kwdefaults__, twin.__doc__ = function.__kwdefaults__, function.__doc__
     twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+    vars(twin).update({k: v for k, v in vars(function).items() if k != "__wrapped__"})
     with suppress(ValueError, TypeError):  # a function in C has none
         of = _signature(hap)
         twin.__signature__ = of.replace(parameters=[_HAP, *of.parameters.values()])  # type: ignore[attr-defined]  # what inspect reads
