@@ -17,6 +17,7 @@ from torch import nn
 import hetspmd
 from hetspmd.errors import OptimizerError
 from hetspmd.optimize.compiler import plan_for
+from hetspmd.placement import is_sharded
 from hetspmd.plan.plan import Plan
 from hetspmd.run.module import HAP
 from hetspmd.search.constraints import Constraints
@@ -155,13 +156,19 @@ def test_what_is_not_of_the_parameters_shape_is_refused_on_every_rank() -> None:
     def body(hap: HAP) -> tuple[str, dict[str, Any]]:
         optimizer = Odd(hap.parameters())
         train(hap, c.batch, optimizer, 1)
-        with pytest.raises(OptimizerError, match=r"'rows' of Odd for [ab]\.weight is neither") as caught:
+        with pytest.raises(OptimizerError, match=r"'rows' of Odd for [ab]\.weight is (neither|of)") as caught:
             hetspmd.full_optimizer_state_dict(hap, optimizer)
         optimizer = Odd(hap.parameters(), rows=False)
         train(hap, c.batch, optimizer, 2)
         return str(caught.value), hetspmd.full_optimizer_state_dict(hap, optimizer)
 
-    results = on_ranks(c, random_plan(c, 3, 4), body)
+    plans = (random_plan(c, 3, seed) for seed in range(100))
+    divided = next(
+        plan
+        for plan in plans
+        if all(is_sharded(plan.parameter_layout()[n][0]) for n in ("a.weight", "b.weight"))
+    )
+    results = on_ranks(c, divided, body)
     assert len({message for message, _ in results}) == 1
     for _, state in results:
         assert {entries["count"] for entries in state["state"].values()} == {2}

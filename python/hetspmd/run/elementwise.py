@@ -20,6 +20,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+_optim = torch.optim
+ELEMENTWISE: Final[frozenset[type]] = frozenset(
+    (
+        _optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.RMSprop,
+        _optim.Rprop, _optim.ASGD, _optim.Adagrad, _optim.Adadelta,
+    )
+)  # fmt: skip
+"""Optimizers of torch that need no trial; not those that inherit from them."""
+
 TRIAL_STEPS: Final = 12
 """Steps of a trial: long enough for optimizers that begin with plain steps (Shampoo, SOAP, RAdam)."""
 

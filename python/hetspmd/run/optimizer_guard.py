@@ -19,9 +19,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetspmd.dist.doings import step_of
+from hetspmd.dist.parting import ranks_text
 from hetspmd.errors import OptimizerError
 from hetspmd.placement import is_sharded, sharded_dim
-from hetspmd.run.elementwise import Untestable, is_elementwise, steps_nothing, trial_shape
+from hetspmd.run.elementwise import ELEMENTWISE, Untestable, is_elementwise, steps_nothing, trial_shape
 from hetspmd.run.instances import instances
 from hetspmd.run.loaded_states import LoadedStates, unlike_states
 from hetspmd.run.optimizer_state import cut_whole_state, full_optimizer_state_dict, is_own
@@ -30,14 +31,6 @@ from hetspmd.run.parameter_registry import ParameterPlace, living, optimizer_par
 from hetspmd.run.stepping import Call, begin, end
 from hetspmd.trace.compat.bytecode import left_by_compilers
 
-_optim = torch.optim
-ELEMENTWISE: Final[frozenset[type]] = frozenset(
-    (
-        _optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.RMSprop,
-        _optim.Rprop, _optim.ASGD, _optim.Adagrad, _optim.Adadelta,
-    )
-)  # fmt: skip
-"""Optimizers of torch that need no trial; not those that inherit from them."""
 PASSING: Final = frozenset(("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"))
 """Packages whose optimizers hold another one and only pass its steps on."""
 
@@ -200,6 +193,13 @@ def _problem(
                         f"random numbers): it would train another model than on one device. {_mend(kind)}"
                     )
             except Untestable as error:
+                if dim is None:
+                    return (
+                        f"{what}, of which {ranks_text(place.module.plan.idle)} hold nothing, since their devices "
+                        f"are idle in this plan: {kind.__name__} cannot step a parameter of no elements ({error}). "
+                        "Leave those devices out of the cluster and start so many processes fewer, or take an "
+                        "elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, ...)"
+                    )
                 return (
                     f"{what}, of which ranks hold shards, cannot be tried on a small tensor ({error}), so that "
                     f"it is not known whether it is elementwise. {_mend(kind)}"

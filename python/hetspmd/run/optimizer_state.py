@@ -2,11 +2,14 @@
 
 An elementwise optimizer keeps, for a parameter, tensors of the parameter's shape (moments), tensors of one number
 (the count of steps) and plain values. The first lie in the same shards as the parameter, the others are the same on
-every rank. What is none of these cannot be gathered, and is refused by name.
+every rank. What is none of these cannot be gathered of a parameter in shards, and is refused by name; of one that
+every active rank stores whole it is whole there, too (Adafactor's means of rows, what LBFGS has seen). An idle rank
+has nothing to remember of those.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +20,8 @@ import torch
 
 from hetspmd.dist.doings import Loaded
 from hetspmd.errors import OptimizerError
+from hetspmd.placement import is_sharded
+from hetspmd.run.elementwise import ELEMENTWISE
 from hetspmd.run.loaded_states import LoadedStates, unlike_states
 from hetspmd.run.parameter_registry import ParameterPlace, ShardedModule, optimizer_parameters, places
 
@@ -118,6 +123,11 @@ def load_full_optimizer_state_dict(
         if place is not None and index in state:
             told.add(place, state[index])
             layout = place.module.parameter_shards().get(place.name)
+            if _is_of_a_whole(optimizer, state[index], layout):
+                state[index] = copy.deepcopy(state[index])
+                if layout is not None and layout.region is not None:
+                    del state[index]
+                continue
             state[index] = {
                 key: _part(value, layout, parameter, key, place.name, optimizer)
                 for key, value in state[index].items()
@@ -154,8 +164,14 @@ def cut_whole_state(optimizer: torch.optim.Optimizer, registry: Mapping[int, Par
     """
     whole = LoadedStates()
     for parameter, entries in list(optimizer.state.items()):
-        if isinstance(parameter, torch.Tensor) and isinstance(entries, dict):
-            entries.update(_cut(entries, parameter, registry.get(id(parameter)), optimizer, whole))
+        if not isinstance(parameter, torch.Tensor) or not isinstance(entries, dict):
+            continue
+        place = registry.get(id(parameter))
+        layout = None if place is None else place.module.parameter_shards().get(place.name)
+        if layout is not None and layout.region is not None and _is_of_a_whole(optimizer, entries, layout):
+            del optimizer.state[parameter]  # an idle rank has nothing of it
+            continue
+        entries.update(_cut(entries, parameter, place, optimizer, whole))
     return whole
 
 
@@ -182,6 +198,8 @@ def _whole_parts(
     """This rank's parts of those entries that are whole. Raises OptimizerError for one of another shape."""
     layout = None if place is None else place.module.parameter_shards().get(place.name)
     if place is None or layout is None or layout.region is None:
+        return {}
+    if _is_of_a_whole(optimizer, entries, layout):
         return {}
     parts: dict[str, Any] = {}
     for key, value in entries.items():
@@ -254,11 +272,16 @@ def _gathered(
     own = {index: _told(state.get(index, {}), listed[index], kind, names[index]) for index in names}
     everyone: list[dict[int, tuple[bool, dict[str, _Entry]]]] = module.everyone.exchange(own)
     states: dict[int, dict[str, Any]] = {}
+    whole_of: dict[tuple[int, str], Any] = {}
     for index, name in names.items():
+        layout = module.parameter_shards().get(name)
+        undivided = layout is None or not is_sharded(layout.form)
         for key, entry in everyone[module.source][index][1].items():
             told = [(empty, entries.get(key)) for empty, entries in (rank[index] for rank in everyone)]
             if _is_one(key, told):
                 whole = _on_cpu(entry.value)  # ranks in one process are told the same tensor
+            elif undivided and not entry.alike:
+                whole = whole_of[index, key] = _on_cpu(state.get(index, {}).get(key))
             else:
                 _check_alike(told, f"{key!r} of {kind} for {name}")
                 value = state.get(index, {}).get(key)
@@ -268,7 +291,27 @@ def _gathered(
                 whole = module.gather(part, within="full_optimizer_state_dict()")[name]
                 whole = whole.to("cpu", copy=True) if keep else None
             states.setdefault(index, {})[key] = whole
+    if whole_of and module.plan.idle:  # idle ranks have none
+        told_whole = module.everyone.exchange(whole_of if module.rank == module.source else {})[module.source]
+        for (index, key), value in told_whole.items():
+            states[index][key] = value
     return states
+
+
+def _is_of_a_whole(
+    optimizer: torch.optim.Optimizer, entries: Mapping[str, Any], layout: LocalTensor | None
+) -> bool:
+    """Whether these are entries of a parameter that is stored whole, by an optimizer that is not elementwise: some
+    may have any shape."""
+    if type(optimizer) in ELEMENTWISE or layout is None or is_sharded(layout.form):
+        return False
+    return any(
+        _has_tensors(value)
+        and not (
+            isinstance(value, torch.Tensor) and (value.numel() == 1 or tuple(value.shape) == layout.shape)
+        )
+        for value in entries.values()
+    )
 
 
 def _told(
@@ -329,7 +372,8 @@ def _part(
         f"{key!r} of {type(optimizer).__name__} for {name} is of shape {list(value.shape)}, the whole parameter of "
         f"{list(shape)}, this rank's part of {list(parameter.shape)}; save hetspmd.full_optimizer_state_dict(hap, "
         "optimizer), or the state of a single device, and load it with "
-        "hetspmd.load_full_optimizer_state_dict(hap, optimizer, state)"
+        "hetspmd.load_full_optimizer_state_dict(hap, optimizer, state); an optimizer that keeps other shapes needs "
+        f"the parameter whole: constraints={{{name!r}: 'replicated'}}"
     )
 
 
