@@ -1,14 +1,15 @@
-"""The options that all ranks must have been made with."""
+"""The options that all ranks must have been made with, and the rules of ops of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from hetspmd.dist.parting import ranks_text
-from hetspmd.errors import OptionError
+from hetspmd.errors import OptionError, RuleError
+from hetspmd.rules.rule_digest import python_version, rule_digests
 
 if TYPE_CHECKING:
     from hetspmd.cluster.cluster import Cluster
@@ -36,16 +37,40 @@ def check_same_options(
 ) -> None:
     """Raise OptionError on every rank, with the option and its values, unless all ranks have the same cluster and
     the same options but for :data:`OWN`: the plan is made on one rank, so that what another asks for would be
-    lost."""
+    lost. Raise RuleError where they have registered unlike rules, by which each lowers its part."""
     asked = {"plan": "..." if with_plan else "None", "cluster": sha256(repr(cluster).encode()).hexdigest()}
     for options in (run, compilation):
         names = (field.name for field in fields(options) if field.name not in OWN)
         asked |= {name: _text(getattr(options, name)) for name in names}
-    told = communicator.exchange(asked)
+    told = communicator.exchange((asked, python_version(), rule_digests()))
     for name in asked:
-        values = [other[name] for other in told]
+        values = [options[name] for options, _, _ in told]
         if len(set(values)) > 1:
             raise OptionError(_difference(name, values))
+    if text := _unlike_rules([(version, rules) for _, version, rules in told]):
+        raise RuleError(text)
+
+
+def _unlike_rules(told: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+    """What to say where ranks have unlike rules of an op; "" where they have not. ``told``: of each rank Python's
+    version, within which digests are comparable, and the digests of its rules."""
+    for op in sorted({op for _, rules in told for op in rules}):
+        having = [rank for rank, (_, rules) in enumerate(told) if op in rules]
+        if len(having) < len(told):
+            lacking = [rank for rank in range(len(told)) if rank not in having]
+            return (
+                f"there is a rule of {op} on {ranks_text(having)}, and none on {ranks_text(lacking)}; register the "
+                "same rules on every rank before HAP(...)"
+            )
+        first: dict[str, int] = {}
+        for rank, (version, rules) in enumerate(told):
+            other = first.setdefault(version, rank)
+            if rules[op] != told[other][1][op]:
+                return (
+                    f"{ranks_text([rank])} has another rule of {op} than {ranks_text([other])}: every rank needs "
+                    "the same version of the code that registers it"
+                )
+    return ""
 
 
 def _text(value: Any) -> str:
