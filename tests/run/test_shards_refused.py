@@ -218,6 +218,26 @@ def test_attributes_of_the_model_are_named() -> None:
         hap.module = net()
 
 
+@pytest.mark.parametrize(
+    ("caller", "said"),
+    [
+        (
+            "transformers.trainer",
+            r"transformers\.trainer reads it there, .*gradient_checkpointing_enable\(\)",
+        ),
+        ("lightning.pytorch.core", r"lightning\.pytorch\.core reads it there, .*HAP\(\.\.\., loss="),
+        ("torch.distributed.checkpoint.state_dict", r"full_state_dict\(\).*full_optimizer_state_dict"),
+        ("__main__", r"write hap\.module\.temperature"),
+        ("transformerlike", r"write hap\.module\.temperature"),
+    ],
+)
+def test_what_a_library_asks_of_the_model_is_named_otherwise(caller: str, said: str) -> None:
+    hap = HAP(net(), cluster(1), example=(X,))
+    scope = {"__name__": caller, "hap": hap}
+    with pytest.raises(AttributeError, match=said):
+        eval("hap.temperature", scope)
+
+
 def test_a_model_is_wrapped_once() -> None:
     def body(hap: HAP) -> None:
         with pytest.raises(ShardError, match="a shard of another HAP module"):

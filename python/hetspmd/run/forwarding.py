@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from hetspmd.run.shards import FULL
+
+_CHECKPOINT: Final = "torch.distributed.checkpoint.state_dict"
+_LIBRARIES: Final = frozenset(
+    (
+        "accelerate",
+        "diffusers",
+        "lightning",
+        "lightning_fabric",
+        "peft",
+        "pytorch_lightning",
+        "transformers",
+        "trl",
+    )
+)
+"""Packages that run loops over a model of the user's."""
 
 
 def forwards(wrapper: nn.Module, name: str) -> bool:
@@ -18,6 +35,26 @@ def forwards(wrapper: nn.Module, name: str) -> bool:
     if any(name in own[kind] for kind in ("_parameters", "_buffers", "_modules")):
         return False
     return hasattr(module, name)
+
+
+def attribute_of_the_model(name: str, caller: str) -> str:
+    """What to say where HAP is asked for an attribute that its model has, by a function of the module ``caller``: a
+    library's is not the user's to change."""
+    own = f"HAP has no attribute {name!r}; the model has"
+    if caller.startswith(_CHECKPOINT):
+        return (
+            f"{own}, and {_CHECKPOINT} takes models apart by such names. Write, on every rank, "
+            'state = {"model": hap.full_state_dict(), "optimizer": hetspmd.full_optimizer_state_dict(hap, optimizer)}, '
+            "which torch.distributed.checkpoint saves and loads, and load each part with hap.load_full_state_dict "
+            "and hetspmd.load_full_optimizer_state_dict"
+        )
+    if caller.partition(".")[0] in _LIBRARIES:
+        return (
+            f"{own}, and {caller} reads it there, for an option that works on the model itself. Leave the option out, "
+            "and do what it does before HAP(...): model.gradient_checkpointing_enable(), a hook or an adapter on the "
+            "model; another loss, with label smoothing for example, is HAP(..., loss=...)"
+        )
+    return f"{own}: write hap.module.{name}. Methods that compute need whole parameters: {FULL}; then model.{name}"
 
 
 def without_prefix(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

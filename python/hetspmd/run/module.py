@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from hetspmd.run.capture_report import ReportsCaptures
 from hetspmd.run.capturing import Capturing
 from hetspmd.run.compiled_regions import compile_options
 from hetspmd.run.entry import Entry
-from hetspmd.run.forwarding import forwards
+from hetspmd.run.forwarding import attribute_of_the_model, forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks, whole_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
@@ -41,7 +42,6 @@ from hetspmd.run.replicas import replicas_of
 from hetspmd.run.run_options import HapKeywords, RunOptions
 from hetspmd.run.scaler import ExpectedScale
 from hetspmd.run.setting import Setting
-from hetspmd.run.shards import FULL
 from hetspmd.run.signature import Forward
 from hetspmd.run.starting import device_for, first_plan, joined, runtime_of
 from hetspmd.run.store import Store, check_model
@@ -380,10 +380,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         except AttributeError:
             if not forwards(self, name):
                 raise
-        raise AttributeError(
-            f"HAP has no attribute {name!r}; the model has: write hap.module.{name}. Methods that compute need "
-            f"whole parameters: {FULL}; then model.{name}"
-        )
+        raise AttributeError(attribute_of_the_model(name, sys._getframe(1).f_globals.get("__name__", "")))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "module" and "_own" in self.__dict__:

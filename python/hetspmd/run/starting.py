@@ -22,6 +22,7 @@ from hetspmd.plan.plan import Plan
 from hetspmd.run.run_options import RunOptions
 from hetspmd.run.same_options import check_same_options
 from hetspmd.run.setting import Setting
+from hetspmd.search.constraints import spelling
 from hetspmd.trace.autocast import autocast_state
 from hetspmd.trace.compat.joint import exporter
 from hetspmd.trace.fake import model_device
@@ -60,7 +61,7 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
     """The plan that was given, or one that is compiled for the example, the same on every rank.
 
     Raises PlanMismatchError for a plan of another cluster, ExampleError where neither was given, and OptionError
-    for another number of micro-batches than the plan's.
+    for an option that a plan has settled: another number of micro-batches than the plan's, other constraints.
     """
     communicator = setting.communicator
     exporter()  # what a trace finds in torch's modules must be there on the ranks that do not trace, too
@@ -73,16 +74,34 @@ def first_plan(setting: Setting, plan: Plan | str | os.PathLike[str] | None, exa
                 f"micro_batches={setting.options.micro_batches} with a plan of {first.micro_batches}: the plan "
                 "says how many; leave one of them out"
             )
-        if setting.options.recompute != CompileOptions().recompute:
-            raise OptionError(
-                f"recompute={setting.options.recompute!r} with a plan, which says what is computed again; "
-                "leave one of them out"
-            )
+        _check_settled(setting.options, first)
         return first
     if example is None:
         raise ExampleError("HAP needs example= (a batch to plan for) or plan=")
     args, kwargs = split_example(example)
     return agreed_plan(communicator, lambda: setting.compile(args, kwargs, training=True))
+
+
+def _check_settled(options: CompileOptions, plan: Plan) -> None:
+    """Raise OptionError for an option beside a plan, which has settled what it asks for."""
+    usual = CompileOptions()
+    settled = {
+        "recompute": "says what is computed again",
+        "zero": "says how parameters are stored",
+        "segments": "says how many segments there are",
+    }
+    for name, says in settled.items():
+        if (asked := getattr(options, name)) != getattr(usual, name):
+            raise OptionError(f"{name}={asked!r} with a plan, which {says}; leave one of them out")
+    forms = {
+        glob: form if isinstance(form, str) else spelling(form)
+        for glob, form in (options.constraints or {}).items()
+    }
+    if forms and forms != plan.constraints:
+        raise OptionError(
+            f"constraints={forms} with a plan that was made with {plan.constraints or None}; leave one of them "
+            "out, or compile the plan with these"
+        )
 
 
 def runtime_of(
