@@ -44,15 +44,15 @@ def attribute_of_the_model(name: str, caller: str) -> str:
     if caller.startswith(_CHECKPOINT):
         return (
             f"{own}, and {_CHECKPOINT} takes models apart by such names. Write, on every rank, "
-            'state = {"model": hap.full_state_dict(), "optimizer": hetspmd.full_optimizer_state_dict(hap, optimizer)}, '
-            "which torch.distributed.checkpoint saves and loads, and load each part with hap.load_full_state_dict "
-            "and hetspmd.load_full_optimizer_state_dict"
+            'state = {"model": hap.full_state_dict(), "optimizer": hetspmd.full_optimizer_state_dict(hap, '
+            "optimizer)}, which torch.distributed.checkpoint saves and loads, and load each part with "
+            "hap.load_full_state_dict and hetspmd.load_full_optimizer_state_dict"
         )
     if caller.partition(".")[0] in _LIBRARIES:
         return (
-            f"{own}, and {caller} reads it there, for an option that works on the model itself. Leave the option out, "
-            "and do what it does before HAP(...): model.gradient_checkpointing_enable(), a hook or an adapter on the "
-            "model; another loss, with label smoothing for example, is HAP(..., loss=...)"
+            f"{own}, and {caller} reads it there, for an option that works on the model itself. Leave the option "
+            "out, and do what it does before HAP(...): model.gradient_checkpointing_enable(), a hook or an adapter "
+            "on the model; another loss, with label smoothing for example, is HAP(..., loss=...)"
         )
     return f"{own}: write hap.module.{name}. Methods that compute need whole parameters: {FULL}; then model.{name}"
 
