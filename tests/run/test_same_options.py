@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import UserDict
 from typing import Any
 
 import numpy as np
 import pytest
+from divided import CLUSTER, X, net
 from loader_cases import WORLD, Training, data_parallel, mlp
 
+import hetspmd
 from hetspmd.cluster.cluster import Cluster
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.simulated_world import run_ranks
@@ -111,7 +114,7 @@ NETWORK = {"bandwidth": 1e9, "latency": 1e-6}
 def test_the_same_written_otherwise() -> None:
     """Orders of mappings and their classes do not count, nor do the options that are each rank's own."""
     cluster = Cluster.load({"devices": DEVICES, "network": NETWORK})
-    both = {"a.weight": REPLICATE, "b.weight": REPLICATE}
+    both = {"a.weight": REPLICATE, "b.0.weight": REPLICATE}
     written: list[Any] = [both, dict(reversed(both.items())), UserDict(both), both]
 
     def rank(communicator: Communicator) -> None:
@@ -173,3 +176,34 @@ def test_numbers_of_seconds() -> None:
     assert CompileOptions(time_limit=float("inf")).time_limit == float("inf")
     assert CompileOptions(time_limit=np.float32(5)).time_limit == 5.0
     assert RunOptions(timeout=30).timeout == 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"zero": 3}, "zero=3 with a plan, which says how parameters are stored"),
+        ({"segments": 2}, "segments=2 with a plan, which says how many segments there are"),
+        ({"constraints": {"b.0.weight": "shard(0)"}}, r"constraints=.*shard\(0\).* made with .*replicated"),
+        ({"constraints": {"b.0.weight": "replicated"}}, ""),
+        ({"constraints": {"b.0.weight": REPLICATE}}, ""),
+        ({"constraints": {}}, ""),
+        ({"segments": "auto"}, ""),
+    ],
+)
+def test_what_a_plan_has_settled_is_not_asked_for_beside_it(asked: dict[str, Any], said: str) -> None:
+    models = [net() for _ in range(4)]
+    plan = hetspmd.compile(net(), (X,), CLUSTER, constraints={"b.0.weight": "replicated"})
+    _ = plan.theory, plan.digest
+
+    def body(communicator: Communicator) -> str:
+        try:
+            HAP(models[communicator.rank], CLUSTER, plan=plan, process_group=communicator, **asked)
+        except OptionError as error:
+            return str(error)
+        return ""
+
+    texts = set(run_ranks(4, body))
+    assert len(texts) == 1
+    (text,) = texts
+    assert bool(text) == bool(said)
+    assert re.search(said, text)

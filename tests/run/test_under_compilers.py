@@ -11,6 +11,7 @@ import pytest
 import torch
 from divided import X, net, on_four
 
+from hetspmd.run import optimizer_guard
 from hetspmd.run.module import HAP
 from hetspmd.trace.compat.bytecode import REASON, left_by_compilers
 
@@ -80,6 +81,12 @@ def test_nothing_within_is_read() -> None:
     with pytest.raises(Exception, match="compile=True"):
         torch.compile(outer, backend=backend, fullgraph=True)(x)
     assert "compile=True" in REASON
+
+
+def test_hooks_of_optimizers_are_among_them() -> None:
+    """What they say to the other ranks is in C, of which the compiler knows nothing."""
+    assert vars(optimizer_guard._before_step)["_torchdynamo_disable_msg"] == REASON
+    assert vars(optimizer_guard._after_step)["_torchdynamo_disable_msg"] == REASON
 
 
 def test_no_compiler_is_imported_for_it() -> None:

@@ -124,9 +124,7 @@ def load_full_optimizer_state_dict(
             told.add(place, state[index])
             layout = place.module.parameter_shards().get(place.name)
             if _is_of_a_whole(optimizer, state[index], layout):
-                state[index] = copy.deepcopy(state[index])
-                if layout is not None and layout.region is not None:
-                    del state[index]
+                state[index] = copy.deepcopy(state[index])  # an idle rank drops it at the next step
                 continue
             state[index] = {
                 key: _part(value, layout, parameter, key, place.name, optimizer)
