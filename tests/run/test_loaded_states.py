@@ -55,7 +55,9 @@ LOADS: dict[str, Callable[[HAP, torch.optim.Optimizer, dict[str, Any]], Any]] = 
 
 @pytest.mark.parametrize("how", LOADS)
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize(
+    "stepped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["new", "stepped"]
+)
 def test_state_of_another_step_on_one_rank_is_named_on_every_rank(kind: str, how: str, stepped: bool) -> None:
     make = MAKE[kind]
     states = [saved(make, steps) for steps in (3, 2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import UserDict
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import OptionError
 from hetspmd.optimize.compile_options import CompileOptions
 from hetspmd.placement import REPLICATE
+from hetspmd.plan.plan import Plan
 from hetspmd.run import module
 from hetspmd.run.module import HAP
 from hetspmd.run.run_options import RunOptions
@@ -178,6 +180,13 @@ def test_numbers_of_seconds() -> None:
     assert RunOptions(timeout=30).timeout == 30
 
 
+@cache
+def settled_plan() -> Plan:
+    plan = hetspmd.compile(net(), (X,), CLUSTER, constraints={"b.0.weight": "replicated"})
+    _ = plan.theory, plan.digest
+    return plan
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -192,8 +201,7 @@ def test_numbers_of_seconds() -> None:
 )
 def test_what_a_plan_has_settled_is_not_asked_for_beside_it(asked: dict[str, Any], said: str) -> None:
     models = [net() for _ in range(4)]
-    plan = hetspmd.compile(net(), (X,), CLUSTER, constraints={"b.0.weight": "replicated"})
-    _ = plan.theory, plan.digest
+    plan = settled_plan()
 
     def body(communicator: Communicator) -> str:
         try:

@@ -42,7 +42,14 @@ def steps(model: Any, wrap: Callable[[str, Any], Any], count: int = 4) -> list[f
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's, of the loss
-@pytest.mark.parametrize("part", ["model", "optimizer", "step"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model",
+        pytest.param("optimizer", marks=pytest.mark.slow),
+        pytest.param("step", marks=pytest.mark.slow),
+    ],
+)
 def test_steps_are_those_of_one_device(part: str) -> None:
     """Compiled, AdamW corrects its moments in float32, on one device as here."""
 

@@ -94,7 +94,13 @@ def flat(value: Any, at: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "idle"), [("Adafactor", False), ("LBFGS", False), ("Rows", False), ("Rows", True)]
+    ("kind", "idle"),
+    [
+        ("Adafactor", False),
+        pytest.param("LBFGS", False, marks=pytest.mark.slow),
+        pytest.param("Rows", False, marks=pytest.mark.slow),
+        ("Rows", True),
+    ],
 )
 def test_it_goes_from_plan_to_plan_as_on_one_device(kind: str, idle: bool) -> None:
     make, model = MAKE[kind], net()
