@@ -9,7 +9,7 @@
   n / 4, ..., and one more or fewer than the best of these while that helps; and the first device of each kind
   alone. Of several segments each may leave out devices of its own, where there are few sets. A set whose lower
   bound is no better than the best so far is left out (:mod:`hetspmd.ratios.lower_bound`,
-  :mod:`hetspmd.ratios.memory_bound`).
+  :mod:`hetspmd.ratios.bound_within_memory`).
 - Two segments whose lengths agree exchange nothing at their cuts, and no message: the latency of a rebalance is
   not convex. So neighbours are tied to each other, those whose ratios are nearest first: in small problems one pair
   after another while that helps, in large ones all, half of them, a quarter, ...
@@ -28,9 +28,9 @@ from hetspmd.cost.model import Array, CostModel
 from hetspmd.cost.step import Stages
 from hetspmd.program.lengths import Matrix, by_segment
 from hetspmd.program.program import Program
+from hetspmd.ratios.bound_within_memory import MemoryBound
 from hetspmd.ratios.linear import BalanceError, LinearProgram, NoRoomError, spread
 from hetspmd.ratios.lower_bound import LowerBound
-from hetspmd.ratios.memory_bound import MemoryBound
 from hetspmd.ratios.problem import Mask, Problem, Room
 from hetspmd.ratios.ratio_thresholds import THRESHOLDS
 from hetspmd.ratios.starts import proportional

@@ -200,7 +200,8 @@ class Attendance:
             self._roll.happens(f"the backward of {self._name(step)}")
         if self._first is not None:
             self.did(backward_onto(self._first.grad is not None))
-        if self._check and self._replicas is not None:
+        one = tangent.numel() == 1 and tangent.is_floating_point()
+        if one and self._check and self._replicas is not None:
             self._factors.append(factor_of_loss(tangent))
         self._backwards.append(step)
         self._owing = self._owing and step != self.step

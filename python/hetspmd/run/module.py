@@ -31,7 +31,6 @@ from hetspmd.run.forwarding import attribute_of_the_model, forwards
 from hetspmd.run.gradient_hooks import give_whole, tell_module_hooks, whole_hooks
 from hetspmd.run.guard import check_same_batch, check_tensors
 from hetspmd.run.holders import check_unwrapped
-from hetspmd.run.loaded_states import check_states
 from hetspmd.run.observer import Observer
 from hetspmd.run.own_rows import OwnBatch, OwnRows
 from hetspmd.run.parameter_registry import remember
@@ -166,8 +165,7 @@ class HAP(TakesPart, WholeStates, ReportsCaptures, RefusesWrappers):
         self._store = Store(model, first.graph, program.parameters)
         if run.sync_module_states:
             self._store.synchronize(communicator, self.device)
-        self._store.shard(self.device)
-        check_states(communicator, self._store.states)
+        self._store.shard(self.device, communicator)
         self._store.guard(idle=self._runtime.everyone is not None)
         traced = plan is None or not run.check_plan
         self._plans = PlanCache(setting, self._store, self._runtime, first, program, traced, example)

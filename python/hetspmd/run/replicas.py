@@ -49,8 +49,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a replicated tensor, as it is now. ``single``: it is one number, which a projection by its own norm
-    would not tell from others."""
+    """A part of a replicated tensor, as it is now. ``single``: it is one number, which in parts of its own norm is
+    like any other: its bits are its digest."""
 
     name: str
     content: torch.Tensor
@@ -60,17 +60,20 @@ class Piece:
     def values(self) -> Iterator[torch.Tensor]:
         """Its digest, projection and square, as int64 scalars of these bits; the digest alone of exact ones, and
         none of others unless they are ``single``."""
+        if self.single:
+            number = self.content.double()
+            yield from (bits.view(torch.int64) for bits in (number, number, number * number))
+            return
         none = torch.zeros((), dtype=torch.int64, device=self.content.device)
-        yield digest(self.content, whole=True) if self.single or self.tolerance == 0.0 else none
         if self.tolerance == 0.0:
-            yield from (none, none)
+            yield from (digest(self.content, whole=True), none, none)
         else:
-            yield from (value.view(torch.int64) for value in projection(self.content))
+            yield from (none, *(value.view(torch.int64) for value in projection(self.content)))
 
 
 def factor_of_loss(tangent: torch.Tensor) -> Piece:
-    """What a backward multiplies the gradients of the loss by, as it is now."""
-    content = tangent.detach().reshape(-1).clone()
+    """What a backward multiplies the gradients of the loss by, one real number, as it is now."""
+    content = tangent.detach().reshape(()).clone()
     return Piece(FACTOR, content, _tolerance(content.dtype, same=False), single=True)
 
 

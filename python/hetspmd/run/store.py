@@ -21,7 +21,7 @@ from hetspmd.lower.local_program import LocalTensor
 from hetspmd.placement import is_sharded, sharded_dim
 from hetspmd.run.cutting import check_memory, cut, made_from_meta
 from hetspmd.run.holders import Holders, held_elsewhere, localize_state
-from hetspmd.run.loaded_states import LoadedStates
+from hetspmd.run.loaded_states import LoadedStates, check_states
 from hetspmd.run.sentry import Sentry, outside_posts, posts
 from hetspmd.run.shards import attributes, divided, mark
 from hetspmd.trace.compat.tensors import fake_mode
@@ -44,7 +44,7 @@ class Store:
 
     ``shards`` maps each name (tied ones included) to its layout; parameters that no plan mentions are whole. On
     an idle rank every shard is empty, and buffers stay as they were when the module was wrapped or loaded.
-    ``sentry`` stands at the modules once parameters are cut; ``states`` are what optimizers remembered before.
+    ``sentry`` stands at the modules once parameters are cut.
     """
 
     def __init__(self, module: nn.Module, graph: Graph, parameters: tuple[LocalTensor, ...]) -> None:
@@ -58,12 +58,12 @@ class Store:
         }
         self.sentry = Sentry([])
         self.held = Holders()
-        self.states = LoadedStates()
 
-    def shard(self, device: torch.device) -> None:
+    def shard(self, device: torch.device, comm: Communicator) -> None:
         """Cut every parameter to its shard, on ``device``; meta tensors become uninitialised shards.
 
-        Raises ShardError where a shard would part from memory that it shares."""
+        Raises ShardError where a shard would part from memory that it shares, and OptimizerError, on every rank,
+        where optimizers remember other things of the whole parameters on some ranks than on others."""
         check_memory(self.module, self.shards)
         self.held = held_elsewhere(self.module)
         done: dict[int, nn.Parameter] = {}
@@ -80,10 +80,11 @@ class Store:
             if layout is not None and divided(layout):
                 mark(shard, name, layout)
             owner._parameters[leaf] = done[id(parameter)] = shard
-        named = self.module.named_parameters()
+        named, states = self.module.named_parameters(), LoadedStates()
         layouts = {id(p): (n, self.shards[n]) for n, p in named if n in self.shards}
         for optimizer in self.held.optimizers:
-            localize_state(optimizer, layouts, self.states)
+            localize_state(optimizer, layouts, states)
+        check_states(comm, states)
         for name, buffer in list(self.module.named_buffers()):
             owner, leaf = slot(self.module, name)
             if buffer.is_meta:

@@ -16,7 +16,7 @@ from hetspmd.cost.step import Stages
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Program
 from hetspmd.ratios import ratios as ratios_module
-from hetspmd.ratios.memory_bound import MemoryBound
+from hetspmd.ratios.bound_within_memory import MemoryBound
 from hetspmd.ratios.problem import Problem, Room
 from hetspmd.ratios.ratios import minimise, optimise
 from hetspmd.rules.theory import Theory
