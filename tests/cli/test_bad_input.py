@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -261,6 +262,24 @@ def test_missing_constraints(command, targets, cluster, tmp_path: Path) -> None:
     outcome = command("compile", targets, "--cluster", cluster, "--constraints", tmp_path / "none.yaml")
     assert outcome.status == 2
     assert "ConstraintError: cannot read the constraints" in outcome.line
+
+
+@pytest.mark.parametrize("option", ["--plan", "--problem", "--timeline"])
+def test_what_is_no_data_for_others_is_not_written_to_standard_output(command, option: str) -> None:
+    outcome = command("compile", "nowhere.py", "--cluster", "none.yaml", option, "-")
+    assert outcome.status == 2
+    assert "OutputError: only --json and --out write to standard output (-); name a file" in outcome.line
+
+
+@pytest.mark.parametrize("option", ["--json", "--plan", "--problem", "--timeline"])
+def test_a_folder_that_takes_no_files(command, targets, cluster, option: str) -> None:
+    """It says that it can be written to, and makes none."""
+    place = Path("/proc")
+    if not os.access(place, os.W_OK):
+        pytest.skip("only root may write there")
+    outcome = command("compile", targets, "--cluster", cluster, option, place / "out.json")
+    assert outcome.status == 2
+    assert "OutputError: /proc/out.json cannot be written: " in outcome.line
 
 
 @pytest.mark.parametrize("option", ["--json", "--plan"])

@@ -87,14 +87,14 @@ def run(options: argparse.Namespace) -> int:
     """Compile and report."""
     from hetspmd.cli.target import load_target
     from hetspmd.cluster.cluster import Cluster
-    from hetspmd.codec.files import write_atomically
+    from hetspmd.codec.files import write_output
     from hetspmd.lower.dump import dump_passes
     from hetspmd.optimize.compiler import compile as synthesize
     from hetspmd.optimize.compiler import problem_text
     from hetspmd.report import plan_json
     from hetspmd.trace.autocast import autocast_for
 
-    check_writable(options.json)
+    check_writable(options.json, stdout=True)
     check_writable(options.plan)
     check_writable(options.problem)
     check_writable(options.timeline)
@@ -121,9 +121,9 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda stage: progress(STAGES[stage]),
         )
     if options.plan is not None:
-        plan.save(options.plan)
+        write_output(plan.to_json(), options.plan)
     if options.problem is not None:
-        write_atomically(Path(options.problem), problem_text(plan, constraints))
+        write_output(problem_text(plan, constraints), options.problem)
     if options.timeline is not None:
         plan.timeline().save(options.timeline)
     dumped = () if options.dump_passes is None else dump_passes(plan, Path(options.dump_passes))

@@ -14,10 +14,13 @@ from hetspmd.errors import ConstraintError, OutputError
 STDOUT = "-"
 
 
-def check_writable(path: str | None) -> None:
-    """Raise OutputError if ``path`` cannot be written, before the work whose result goes there."""
-    if path is None or path == STDOUT:
+def check_writable(path: str | None, *, stdout: bool = False) -> None:
+    """Raise OutputError if ``path`` cannot be written, before the work whose result goes there. ``stdout``: whether
+    ``-`` stands for standard output."""
+    if path is None or (stdout and path == STDOUT):
         return
+    if path == STDOUT:
+        raise OutputError(f"only --json and --out write to standard output ({STDOUT}); name a file")
     folder = Path(path).resolve().parent
     if Path(path).is_dir():
         raise OutputError(f"{path} is a folder; name a file in it")
@@ -55,12 +58,9 @@ def write_text(path: str, text: str) -> None:
     if path == STDOUT:
         write_data(text)
         return
-    from hetspmd.codec.files import write_atomically
+    from hetspmd.codec.files import write_output
 
-    try:
-        write_atomically(Path(path), text)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}; name another file") from error
+    write_output(text, path)
 
 
 def read_constraints(path: str | None) -> dict[str, str] | None:

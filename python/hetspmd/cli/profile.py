@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from hetspmd.codec.files import write_atomically
+    from hetspmd.codec.files import write_output
     from hetspmd.profile.measure import Profile
     from hetspmd.profile.plot import profile_svg
     from hetspmd.profile.show import profile_text
@@ -168,7 +168,7 @@ def _show(options: argparse.Namespace) -> int:
     picture = options.svg or str(Path(options.show).with_suffix(".svg"))
     check_writable(picture)
     profile = Profile.load(options.show)
-    write_atomically(Path(picture), profile_svg(profile))
+    write_output(profile_svg(profile), picture)
     print(profile_text(profile))
     print(f"\nPlotted in {picture}")
     return 0
@@ -185,7 +185,7 @@ def _measure(options: argparse.Namespace) -> int:
     wanted = Options(options.budget, options.tolerance, options.flops, optimizer=options.optimizer)
     with joined(options.device) as session:
         first = session.rank == 0
-        session.together("checking the output", lambda: check_writable(path) if first else None)
+        session.together("checking the output", lambda: check_writable(path, stdout=True) if first else None)
         if options.cluster is not None:
             (profile, *_) = session.together("reading the cluster", lambda: Profile.open(options.cluster))
             for_ops = wanted

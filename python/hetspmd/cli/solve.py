@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     """Solve and report. Exit status 1 if the optimum is not proved."""
     from hetspmd import _core
 
-    check_writable(options.json)
+    check_writable(options.json, stdout=True)
     try:
         problem = Path(options.file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from hetspmd.trace.autocast import autocast_for
     from hetspmd.verify.comparison import verify
 
-    check_writable(options.json)
+    check_writable(options.json, stdout=True)
     cluster = Cluster.load(options.cluster)
     constraints = read_constraints(options.constraints)
     model, example = load_target(options.target)
