@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -272,14 +271,21 @@ def test_what_is_no_data_for_others_is_not_written_to_standard_output(command, o
 
 
 @pytest.mark.parametrize("option", ["--json", "--plan", "--problem", "--timeline"])
-def test_a_folder_that_takes_no_files(command, targets, cluster, option: str) -> None:
-    """It says that it can be written to, and makes none."""
-    place = Path("/proc")
-    if not os.access(place, os.W_OK):
-        pytest.skip("only root may write there")
-    outcome = command("compile", targets, "--cluster", cluster, option, place / "out.json")
+def test_a_name_that_leaves_no_room_beside_it(command, targets, cluster, tmp_path: Path, option: str) -> None:
+    """A file is written under a longer name first: only writing shows that it cannot be."""
+    outcome = command("compile", targets, "--cluster", cluster, option, tmp_path / ("n" * 250))
     assert outcome.status == 2
-    assert "OutputError: /proc/out.json cannot be written: " in outcome.line
+    assert "OutputError: " in outcome.line
+    assert "cannot be written: File name too long; name another file" in outcome.line
+    assert not list(tmp_path.glob("n*"))
+
+
+@pytest.mark.parametrize("option", ["--json", "--plan", "--problem", "--timeline", "--dump-passes"])
+def test_a_name_that_no_file_can_have(command, tmp_path: Path, option: str) -> None:
+    outcome = command("compile", "nowhere.py", "--cluster", "none.yaml", option, tmp_path / ("n" * 300))
+    assert outcome.status == 2
+    assert "OutputError: " in outcome.line
+    assert "File name too long" in outcome.line
 
 
 @pytest.mark.parametrize("option", ["--json", "--plan"])

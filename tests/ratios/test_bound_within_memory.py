@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from cost_graphs import cluster, mlp, random_program
+from test_lower_bound import programs_saved
 from test_segments import halves
 
 from hetspmd.cost.memory import memory_profile
@@ -15,7 +17,6 @@ from hetspmd.cost.model import CostModel
 from hetspmd.cost.step import Stages
 from hetspmd.program.lengths import lengths_for
 from hetspmd.program.program import Program
-from hetspmd.ratios import ratios as ratios_module
 from hetspmd.ratios.bound_within_memory import MemoryBound
 from hetspmd.ratios.problem import Problem, Room
 from hetspmd.ratios.ratios import minimise, optimise
@@ -85,27 +86,12 @@ def test_the_bound_knows_the_memory() -> None:
 
 
 def test_sets_that_are_left_out_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    solved, counts = ratios_module.minimise, list[int]()
-
-    def counting(*args: Any) -> object:
-        counts[-1] += 1
-        return solved(*args)
-
-    monkeypatch.setattr(ratios_module, "minimise", counting)
-    saved = 0
-    for seed in range(12):
+    def problem(seed: int) -> Callable[[], object]:
         theory, model, program = made(2, seed)
         room = room_for(theory, program, np.array([1.0, 1.0, 1.0 + seed / 50, 1.05]))
-        found = list[object]()
-        for bounded in (True, False):
-            with monkeypatch.context() as patch:
-                if not bounded:
-                    patch.setattr(MemoryBound, "seconds", lambda *_: 0.0)
-                counts.append(0)
-                found.append(optimise(theory, model, program, room=room))
-        assert found[0] == found[1]
-        saved += counts[-1] - counts[-2]
-    assert saved > 50, f"{saved} linear programs less, of {sum(counts[1::2])}"
+        return partial(optimise, theory, model, program, room=room)
+
+    assert programs_saved(monkeypatch, MemoryBound, map(problem, range(12))) > 50
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -16,6 +16,7 @@ import hetspmd
 from hetspmd.dist.communicator import Communicator
 from hetspmd.dist.simulated_world import run_ranks
 from hetspmd.errors import OptimizerError, ParameterMismatchError
+from hetspmd.plan.plan import Plan
 from hetspmd.run.loaded_states import unlike_states
 from hetspmd.run.module import HAP
 
@@ -134,11 +135,13 @@ def test_a_rank_that_holds_all_or_nothing_says_nothing_wrong() -> None:
     alone = hetspmd.compile(model, (X,), replace_speeds(1e-6), constraints={"*": "replicated"})
     assert alone.idle
     for plan in (alone, net_plan()):
-        models = [net() for _ in range(4)]
+        models: list[nn.Module] = [net() for _ in range(4)]
         _ = plan.theory, plan.digest
 
-        def body(communicator: Communicator) -> list[float]:
-            hap = HAP(models[communicator.rank], plan.cluster, plan=plan, process_group=communicator)  # noqa: B023
+        def body(
+            communicator: Communicator, plan: Plan = plan, models: list[nn.Module] = models
+        ) -> list[float]:
+            hap = HAP(models[communicator.rank], plan.cluster, plan=plan, process_group=communicator)
             hap.load_state_dict(states[0])
             optimizer = make(hap.parameters())
             optimizer.load_state_dict(own(states[1]))

@@ -21,8 +21,11 @@ def check_writable(path: str | None, *, stdout: bool = False) -> None:
         return
     if path == STDOUT:
         raise OutputError(f"only --json and --out write to standard output ({STDOUT}); name a file")
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir():
+    try:
+        folder, is_folder = Path(path).resolve().parent, Path(path).is_dir()
+    except (OSError, ValueError) as error:  # no name that a file can have
+        raise OutputError(f"{path!r} cannot be written: {error}; name another file") from error
+    if is_folder:
         raise OutputError(f"{path} is a folder; name a file in it")
     if not folder.is_dir():
         raise OutputError(f"{path} cannot be written: there is no folder {folder}; make it first")
@@ -35,7 +38,11 @@ def check_folder_writable(path: str | None) -> None:
     the work whose results go there."""
     if path is None:
         return
-    folder = Path(path).resolve()
+    try:
+        folder = Path(path).resolve()
+        folder.exists()
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path!r} cannot be made: {error}; name another folder") from error
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{path} is a file; name a folder")
     if not folder.exists():

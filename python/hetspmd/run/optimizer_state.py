@@ -180,20 +180,8 @@ def _cut(
     optimizer: torch.optim.Optimizer,
     whole: LoadedStates,
 ) -> dict[str, Any]:
-    """:func:`_whole_parts`, which are cut of what is added to ``whole``."""
-    parts = _whole_parts(entries, parameter, place, optimizer)
-    if place is not None:
-        whole.add(optimizer, place.name, {key: entries[key] for key in parts})
-    return parts
-
-
-def _whole_parts(
-    entries: Mapping[str, Any],
-    parameter: torch.Tensor,
-    place: ParameterPlace | None,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
-    """This rank's parts of those entries that are whole. Raises OptimizerError for one of another shape."""
+    """This rank's parts of those entries that are whole, which are added to ``whole``. Raises OptimizerError for
+    one of another shape."""
     layout = None if place is None else place.module.parameter_shards().get(place.name)
     if place is None or layout is None or layout.region is None:
         return {}
@@ -206,6 +194,7 @@ def _whole_parts(
         if value.numel() == 1 and (key == "step" or tuple(value.shape) != layout.shape):
             continue
         parts[key] = _part(value, layout, parameter, key, place.name, optimizer)
+    whole.add(optimizer, place.name, {key: entries[key] for key in parts})
     return parts
 
 

@@ -32,10 +32,10 @@ def left_by_compilers(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         # While it reads this, the compiler takes the first for true, and need not know the second.
         if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
-            outside: Callable[P, T] = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]  # torch's
-            return outside(*args, **kwargs)
+            disable: Callable[..., Callable[P, T]] = torch.compiler.disable
+            return disable(function, reason=REASON)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch's compiler reads
-    call._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]  # the same
+    # What torch's compiler reads of a function that it meets.
+    vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=REASON)
     return call
