@@ -53,6 +53,7 @@ def of(code: str, name: str = "rule") -> str:
     [
         ("rule", "SIZE = 3", "SIZE = 3  # three", True),
         ("rule", "SIZE = 3", "SIZE = 4", True),  # which it does not read
+        ("rule", "SIZE = 3", "SIZE = 3; start = 1", True),  # a variable that is called as an attribute is
         ("sized", "SIZE = 3", "SIZE = 4", False),
         ("rule", "+ local.start", "- local.start", False),  # in the function that rewrites
         ("rule", "made()", "made(2)", False),  # what it closes over

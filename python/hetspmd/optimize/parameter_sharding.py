@@ -65,10 +65,8 @@ class _Storage:
         self.distance = candidate.evaluator.prefetch_distance
         self.best = candidate
         self.waited = 0  # changes in a row that gained nothing
-        self.unfit = {
-            "in shards": 0,
-            "whole": 0,
-        }  # of each kind those in a row that fit the memory in no order
+        # Of each way to store them, the changes in a row that cannot fit the memory.
+        self.unfit = {"in shards": 0, "whole": 0}
         self.tried: list[Candidate] = []
         self.results: dict[frozenset[tuple[int, Placement]], SearchResult | None] = {}
         self.seen: set[tuple[frozenset[tuple[int, Placement]], int]] = set()

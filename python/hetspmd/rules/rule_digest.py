@@ -6,6 +6,7 @@ them. It is the same in all processes of one version of Python.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def _texts(value: object, seen: set[int]) -> Iterator[str]:
             yield from _texts(cell.cell_contents, seen)
         except ValueError:  # a variable that is not yet there
             yield "empty"
-    for name in sorted(set(_names(value.__code__))):
+    for name in sorted(set(_globals(value.__code__))):
         other = value.__globals__.get(name, value)  # itself where it is no variable of the module
         own = isinstance(other, FunctionType) and other.__module__ == value.__module__
         if own or isinstance(other, _PLAIN):
@@ -84,8 +85,12 @@ def _texts(value: object, seen: set[int]) -> Iterator[str]:
             yield from _texts(other, seen)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+def _globals(code: CodeType) -> Iterator[str]:
+    """The variables of its module that code reads. Names of attributes are none of them: many scripts have a variable
+    ``rank``, which is another one on each."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            yield str(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _globals(constant)
