@@ -86,8 +86,8 @@ def _texts(value: object, seen: set[int]) -> Iterator[str]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """The variables of its module that code reads. Names of attributes are none of them: many scripts have a variable
-    ``rank``, which is another one on each."""
+    """The variables of its module that code reads. Names of attributes are none of them: many scripts have a
+    variable ``rank``, which is another number on each."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield str(instruction.argval)
