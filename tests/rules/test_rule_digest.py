@@ -99,11 +99,15 @@ def test_they_are_the_same_in_every_process() -> None:
     )
     run = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120,
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
         ).stdout
         for seed in ("1", "2")
-    ]  # fmt: skip
+    ]
     assert run[0] == run[1]
     assert "digests.two.default" in run[0]
 
@@ -118,9 +122,12 @@ Told = list[tuple[str, dict[str, str]]]
         ([("3.11", {"op": "a"}), ("3.12", {"op": "b"})], ""),
         ([("3.11", {"op": "a"}), ("3.11", {"op": "b"})], "rank 1 has another rule of op than rank 0"),
         ([("3.11", {"op": "a"}), ("3.12", {"op": "b"}), ("3.12", {"op": "c"})], "rank 2 has another rule"),
-        ([("3.11", {}), ("3.11", {"op": "a"}), ("3.12", {"op": "b"})], "on ranks 1 and 2, and none on rank 0"),
+        (
+            [("3.11", {}), ("3.11", {"op": "a"}), ("3.12", {"op": "b"})],
+            "on ranks 1 and 2, and none on rank 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_ranks_with_unlike_rules_are_told_so(told: Told, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(communicator: Communicator) -> str:
         rank = communicator.rank
